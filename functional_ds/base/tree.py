@@ -135,13 +135,15 @@ def summary(value: Any) -> str:
     return text if len(text) <= _SUMMARY else f"{text[:_SUMMARY]}..."
 
 
-def map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Applies ``function`` to the leaves of one or several trees of the same structure (``jax.tree.map``).
+
+    ``is_leaf`` says where not to look inside.
 
     >>> map(lambda x, y: x + y, {"a": 1, "b": [2]}, {"a": 10, "b": [20]})
     {'a': 11, 'b': [22]}
     """
-    return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
+    return optree.tree_map(function, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:

@@ -164,16 +164,17 @@ def kept(name: str, value: Any) -> Any:
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A structure with copies of its tensors and arrays, which a pass may write into; shared values stay shared."""
-
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, (Tensor, np.ndarray)):
-            return leaf
-        if id(leaf) not in memo:
-            memo[id(leaf)] = usable(leaf.detach().clone(), {}) if isinstance(leaf, Tensor) else leaf.copy()
-        return memo[id(leaf)]
-
-    return value if value is ABSENT else tree.map(one, value)
+    """A structure with copies of its containers, tensors and arrays, which a pass may write into; what is shared stays so."""
+    if id(value) not in memo:
+        if isinstance(value, Tensor):
+            memo[id(value)] = usable(value.detach().clone(), {})
+        elif isinstance(value, np.ndarray):
+            memo[id(value)] = value.copy()
+        elif tree.is_leaf(value):
+            memo[id(value)] = value
+        else:
+            memo[id(value)] = tree.map(lambda item: copied(item, memo), value, is_leaf=lambda item: item is not value)
+    return memo[id(value)]
 
 
 def usable(value: Any, memo: dict[int, Any]) -> Any:

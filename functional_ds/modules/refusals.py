@@ -41,7 +41,13 @@ def check_module(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
             f"fds.functional: {class_name}.named_parameters() or parameters() leaves out {name!r}, so torch would not train "
             "it: set requires_grad=False on the parameter, which then stays as it is"
         )
+    with_dict: dict[int, str] = {}
     for path, owner in module.named_modules():
+        if (other := with_dict.setdefault(id(vars(owner)), path)) != path:
+            raise ValueError(
+                f"fds.functional: the modules {other or class_name!r} and {path!r} have one __dict__, and copies of them would "
+                "have one each: put one module in both places, or share parameters and buffers one by one (b.weight = a.weight)"
+            )
         for key, value in vars(owner).items():
             parameter_name = None if key in _OF_MODULES else _name_in_keys(value, names)
             if parameter_name is not None:

@@ -2,7 +2,8 @@
 
 import functools
 import gc
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -58,6 +59,7 @@ class Skeleton:
         version: the version of ``Apply.module`` whose attributes it has.
         changes: those changes.
         attributes: each module's own attributes when it was leased; a call's changes are undone at the end.
+        same: which of ``tensors`` are one object, by the name of the first.
         tried: whether it ran without values.
         bound: the parameters in place.
         identity: of these.
@@ -93,7 +95,17 @@ class Skeleton:
     _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
     _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
 
+    same: Mapping[str, str] = attrs.field(init=False)
     _homes: list[tuple[str, str, dict[str, Any], str]] = attrs.field(init=False)  # of each parameter: name, place, dict and key
+
+    @same.default
+    def _same_as_built(self) -> Mapping[str, str]:
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(self._now(name)), name) for name in self.tensors}
+
+    def _now(self, name: str) -> Any:
+        path, key = parted(name)
+        return vars(self.owners[path]).get(key, ABSENT)
 
     @_homes.default
     def _homes_of_parameters(self) -> list[tuple[str, str, dict[str, Any], str]]:
@@ -172,6 +184,7 @@ class Skeleton:
         self.attributes = [dict(vars(owner)) for owner in self.owners.values()]
         self._copies = {}
         memo: dict[int, Any] = {}  # modules may share a dict, and attributes a tensor
+        same = self.same if held.same is None else held.same
         self._touched = set()
         for name in dict.fromkeys((*self.tensors, *held.attributes, *held.others)):
             path, key = parted(name)
@@ -179,16 +192,16 @@ class Skeleton:
             if owner is None:
                 continue
             self._touched.add(path)
-            value = held.attributes.get(name, vars(owner).get(key))
-            if name in held.others:
-                if name in self.changes.since(held.others[name].version):  # the user has set it since
+            first = same.get(name, name)
+            value = held.attributes.get(first, vars(owner).get(key))
+            if first in held.others:
+                if name in self.changes.since(held.others[first].version):  # the user has set it since
                     continue
-                value = held.others[name].value
-            if id(value) not in memo:
-                memo[id(value)] = copied(value, memo)
-            put_attribute(owner.__dict__, key, memo[id(value)])
-            if name not in held.others:
-                self._copies[name] = memo[id(value)], tree.structure(memo[id(value)]), _versioned(memo[id(value)])
+                value = held.others[first].value
+            value = copied(value, memo)
+            put_attribute(owner.__dict__, key, value)
+            if first not in held.others:
+                self._copies[name] = value, tree.structure(value), _versioned(value)
         self._leased = [
             dict(vars(owner)) if path in self._touched else before
             for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True)
@@ -217,6 +230,8 @@ class Skeleton:
     def settle(self, held: ModuleValues | None) -> None:
         """Undoes the attributes that calls have set, and stores them in ``held``."""
         memo: dict[int, Any] = {}
+        one: dict[int, tuple[str, Any]] = {}  # containers and tensors, by their ids, with their first names
+        same: dict[str, str] = {}
         changed = self._touched.union(path for path, _, _ in self._changed())
         for path, before, leased in zip(self.owners, self.attributes, self._leased, strict=True) if changed else ():
             if path not in changed:
@@ -226,8 +241,14 @@ class Skeleton:
                 name, value = joined(path, key), now.get(key, ABSENT)
                 if held is not None and (value is not leased.get(key, ABSENT) or name in self._copies or name in held.others):
                     self._keep(name, value, before.get(key, ABSENT), held, memo)
+                    if isinstance(value, _SHAREABLE) and (first := one.setdefault(id(value), (name, value))[0]) != name:
+                        same[name] = first
+                        for part in (held.attributes, held.others):
+                            part.update({first: part[name]} if name in part and first not in part else {})
                 if value is not before.get(key, ABSENT):
                     put_attribute(now, key, before.get(key, ABSENT))
+        if held is not None:
+            held.same = {name: first for name, first in same.items() if first in held.attributes or first in held.others}
         for store, buffers in zip(self._stores.values(), self._shared, strict=True):
             if store or buffers:
                 store.clear()
@@ -272,6 +293,22 @@ class Skeleton:
             refuse_flags(class_name)
         if aliases:
             self._check_aliases(class_name, aliases, held)
+        self._check_nested(class_name, held)
+
+    def _check_nested(self, class_name: str, held: ModuleValues) -> None:
+        """Raises an error for writes into a container at two places, one of them inside of another: states are trees."""
+        named = (*((name, self._now(name)) for name in self._copies), *self._set())
+        tops = {id(value): (name, value) for name, value in named if is_state(value)}
+        seen: dict[int, tuple[str, str]] = {}
+        for name, value in tops.values():
+            for where, inside in _containers(name, value):
+                other, of = seen.setdefault(id(inside), (where, name))
+                if other != where and any(self._has_written(top, self._now(top), self._now(top), held) for top in (of, name)):
+                    kind = type(inside).__name__
+                    raise RuntimeError(
+                        f"the module {class_name} wrote into its attributes, of which {other!r} and {where!r} are one "
+                        f"{kind}, and a state would have two: keep one of them, or make both attributes of modules themselves"
+                    )
 
     def _check_aliases(self, class_name: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
         """Raises an error for writes into an attribute that shared memory with another one or a buffer: here they differ."""
@@ -289,20 +326,19 @@ class Skeleton:
     def assigned(self, held: ModuleValues) -> list[tuple[str, Tensor]]:
         """The tensors without a graph that forward has set as attributes and buffers."""
         tensors = [(name, x) for name, x in held.values.items() if x is not None and held.is_assigned(name)]
-        for path, owner, leased in self._changed():
-            changed = [(key, x) for key, x in vars(owner).items() if x is not leased.get(key, ABSENT)]
-            new = [(joined(path, key), x) for key, x in changed if not _is_ours(owner, key)]
-            tensors += [(name, x) for name, v in new for x in tree.leaves(v) if isinstance(x, Tensor) and not x.requires_grad]
-        return tensors
+        named = ((name, x) for name, value in self._set() for x in tree.leaves(value))
+        return [*tensors, *((name, x) for name, x in named if isinstance(x, Tensor) and not x.requires_grad)]
 
     def passing(self) -> list[str]:
         """The attributes that calls have set to tensors with a graph."""
-        return [
-            joined(path, key)
-            for path, owner, leased in self._changed()
-            for key, value in vars(owner).items()
-            if value is not leased.get(key, ABSENT) and key != "training" and not _is_ours(owner, key) and has_graph(value)
-        ]
+        return [name for name, value in self._set() if has_graph(value)]
+
+    def _set(self) -> Iterator[tuple[str, Any]]:
+        """The attributes that calls have set, with their values."""
+        for path, owner, leased in self._changed():
+            for key, value in vars(owner).items():
+                if value is not leased.get(key, ABSENT) and not _is_ours(owner, key):
+                    yield joined(path, key), value
 
     def divert(self, calls: tuple[Any, ...]) -> None:
         """Makes each of ``calls`` run the modules that it chooses, the last outermost, in this copy."""
@@ -321,6 +357,18 @@ class Skeleton:
 def _is_ours(owner: nn.Module | None, key: str) -> bool:
     """Whether the library itself sets an attribute: a wrapper, or an RNN's second list of its weights."""
     return key == "forward" or (key == "_flat_weights" and isinstance(owner, nn.RNNBase))
+
+
+_SHAREABLE = (Tensor, list, dict, deque)
+
+
+def _containers(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The lists, dicts and deques in a value, with their paths."""
+    if isinstance(value, (list, dict, deque)):
+        yield name, value
+    if isinstance(value, (list, tuple, dict, deque)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _containers(f"{name}.{key}", item)
 
 
 def _versioned(value: Any) -> list[tuple[Any, int]]:

@@ -106,7 +106,9 @@ def train_step(
     base: dict[str, Phase] = {
         "prepare": lambda step, params: params,
         "init": init,
-        "view": lambda step, state, trains, whole: stored_view(state.params, trains=trains),
+        "view": lambda step, state, trains, whole: stored_view(
+            state.params, trains=trains, looks=trains and step.guarded and not state.graphs.kinds
+        ),
         "loss": loss,
         "forward": lambda step, state, function, batch: function(batch),
         "measure": _measure,

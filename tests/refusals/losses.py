@@ -71,6 +71,11 @@ def in_place(params: Any, x: Tensor) -> Tensor:
     return y.sum()
 
 
+def halving(params: Any, x: Tensor) -> Tensor:
+    params["w"].data.mul_(0.5)
+    return square(params, x)
+
+
 def embedded(params: Any, x: Tensor) -> Tensor:
     return nn.functional.embedding(torch.arange(2), params["w"], sparse=True).sum()
 
@@ -219,6 +224,15 @@ REFUSALS = [
         why="What it recomputes gets no gradients.",
         instead="Pass `use_reentrant=False`, or use `T.remat`.",
         program=lambda: once(reentrant),
+    ),
+    Refusal(
+        what="params that the loss writes in place (`no_grad`, `.data`, `out=`), in every stage",
+        error=RuntimeError,
+        says="the loss wrote into the parameter 'w' in place",
+        advises=r"compute the weight from the parameter instead.*fds.wrap\(..., update=",
+        why="The state before the step would change with them, and where ZeRO gathers params the write would be lost.",
+        instead="Compute the weight from the parameter, or change params after the update, in a transform around `update`.",
+        program=lambda: once(halving),
     ),
     Refusal(
         what="a change in place of a tensor that the backward pass needs",

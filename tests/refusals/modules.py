@@ -33,11 +33,17 @@ class Two(nn.Module):
             self.kept = self.a.weight.data
         elif how == "generator":
             self.stream = (each for each in range(3))
+        elif how == "one dict":
+            self.b.__dict__ = self.a.__dict__
+        self.counts = [0]
+        self.table = {"counts": self.counts}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "clamp":
             with torch.no_grad():
                 self.a.weight.clamp_(-0.1, 0.1)
+        if self.how == "nested":
+            self.counts[0] += 1
         kept = self.kept.sum() if self.how == "attribute" else 0.0
         return self.b(self.a(x)) + kept  # type: ignore[no-any-return]
 
@@ -202,6 +208,24 @@ REFUSALS = [
         why="Each would be trained alone.",
         instead="Assign the parameter itself: `b.weight = a.weight`.",
         program=lambda: train(Two("tied")),
+    ),
+    Refusal(
+        what="modules that have one `__dict__`",
+        error=ValueError,
+        says="the modules 'a' and 'b' have one __dict__",
+        advises="put one module in both places",
+        why="Steps run a copy of the module, in which each would have its own.",
+        instead="Put one module in both places, or share parameters and buffers one by one.",
+        program=lambda: train(Two("one dict")),
+    ),
+    Refusal(
+        what="a list or dict that `forward` writes, as an attribute and inside of another attribute",
+        error=RuntimeError,
+        says="'counts' and 'table.counts' are one list, and a state would have two",
+        advises="keep one of them, or make both attributes of modules themselves",
+        why="A state has trees, whose parts are not shared.",
+        instead="Keep one of them; attributes that are one list or dict stay one.",
+        program=lambda: train(Two("nested")),
     ),
     Refusal(
         what="a buffer in a weight's memory",

@@ -95,6 +95,23 @@ CASES: list[tuple[Callable[[Path], None], Bug]] = [
         Bug("names have a prefix", "modules.refusals:refuse_compiled", "is_compiled(module)", "False"),
     ),
     (
+        row(modules.REFUSALS, "modules that have one"),
+        Bug(
+            "one dict becomes two",
+            "modules.refusals:check_module",
+            "(other := with_dict.setdefault(id(vars(owner)), path))",
+            "path",
+        ),
+    ),
+    (
+        row(modules.REFUSALS, "a list or dict that `forward` writes"),
+        Bug("one list becomes two", "modules.skeleton:Skeleton.check", "self._check_nested(class_name, held)", "pass"),
+    ),
+    (
+        row(losses.REFUSALS, "params that the loss writes"),
+        Bug("values are not compared", "step.views.graph_checks:WriteGuard.note", "self.sums", "False"),
+    ),
+    (
         engine("an optimizer that has made updates"),
         Bug(
             "used moments are dropped",

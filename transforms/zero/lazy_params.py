@@ -18,14 +18,14 @@ from functional_ds.base.torch_private import (
 )
 from functional_ds.comm.worlds.current import recorder
 from functional_ds.sharding.layout import Layout
-from functional_ds.step.views.graph_checks import watched
+from functional_ds.step.views.graph_checks import WriteGuard, watched
 from functional_ds.step.views.view import NeedsWhole, Outputs, Pulled, Pulling, View, differentiate
 
 from .reduce import Reducer
 from .state import ZeroCache
 from .units.lazy_tensor import LazyLeaves, LazyTensor, closed
 from .units.prefetch import FetchPlan
-from .units.saved_places import SavedPlaces, UnitLeaves, WriteGuard
+from .units.saved_places import SavedPlaces, UnitLeaves
 from .units.unit_source import UnitSource, WholeParams
 
 
@@ -81,6 +81,7 @@ class LazyParams:
         device: of the params.
         trains: whether gradients are wanted.
         whole: whether to gather all units before the loss begins, for losses that cannot continue without them.
+        looks: whether to compare the values of whole units, too, for writes of the loss.
         reshard_last_units: whether to free the units that are whole at the end of the forward pass.
     """
 
@@ -94,6 +95,7 @@ class LazyParams:
         *,
         trains: bool,
         whole: bool,
+        looks: bool,
         reshard_last_units: bool,
     ) -> None:
         self.layout, self.device, self._cache = layout, device, cache
@@ -106,7 +108,6 @@ class LazyParams:
         self._begun = self._settled = self._closed = False
         self._in_backward = False
         self._outside = False  # whether other code runs the backward pass
-        self._writes = WriteGuard(layout.paths, sums=cache.forward.uses is None)
         self._suspects: dict[str, Tensor] = {}  # the lazy tensors that may have gone into a function then, by path
         wants_grads = trains and any(unit.trained_leaves for unit in layout.units)
         self._handle = watched(torch.zeros((), device=device).requires_grad_()) if wants_grads else None
@@ -114,6 +115,8 @@ class LazyParams:
         interrupted, cache.interrupted = cache.interrupted, None
         self._resumes = whole and interrupted is not None
         self.source: UnitSource = interrupted if self._resumes else source(self)
+        looks = cache.forward.uses is None if self.source.frees else looks
+        self._writes = WriteGuard(lambda place: layout.paths[place], sums=looks)
         last, cache.lazy = cache.lazy, None  # other views may open while this one is
         arguments = layout, device, trains, self.source.frees
         self._placeholders = last if last is not None and last.fit(*arguments) else LazyLeaves(*arguments)
@@ -244,7 +247,7 @@ class LazyParams:
             # ``data`` has no base, which would keep alive the memory that a leaf releases.
             views = [leaves[leaf].data for leaf in trained]
             leaves.update(zip(trained, self._leaves.filled(unit, views, self._node), strict=True))
-        if self.source.frees and not self._in_backward:
+        if not self._in_backward:
             self._writes.note(unit, leaves)
         self._leaves.whole[unit] = leaves
         return leaves

@@ -271,6 +271,7 @@ class Zero(ZeroConfig):
             device,
             trains=trains,
             whole=whole,
+            looks=trains and step.guarded and not state.graphs.kinds,
             reshard_last_units=self.reshard_last_units,
         )
         return params.view()

@@ -23,6 +23,7 @@ class ModuleValues:
         values: its buffers by name; those that may be written are copies.
         attributes: tensors and numbers that passes have set on it.
         others: what else they have set, which no tree can hold.
+        same: of these the names that are one object, by that of the first; None before the first pass of a state.
         looks: whether to compare bits, because it is not known yet what the module writes.
         complete: whether it includes the buffers that a state omits.
     """
@@ -31,6 +32,7 @@ class ModuleValues:
     attributes: dict[str, Any]
     looks: bool
     others: dict[str, OtherAttribute] = attrs.field(factory=dict, init=False)
+    same: Mapping[str, str] | None = attrs.field(default=None, init=False)
     complete: bool = attrs.field(default=False, init=False)
     _before: dict[str, Any] = attrs.field(factory=dict)  # as the state has them
     _versions: dict[str, int] = attrs.field(factory=dict)
@@ -115,6 +117,7 @@ class BufferScope:
                 known.modes[key] = module.modes
             self._held[key] = ModuleValues.of(self.buffers.values[key], self.buffers.attributes[key], known.written.get(key))
             self._held[key].others.update(self.buffers.others.by_key.get(key, {}))
+            self._held[key].same = self.buffers.others.same.get(key)
         return self._held[key]
 
     def collect(self) -> Buffers | None:
@@ -137,8 +140,11 @@ class BufferScope:
             values[key], attributes[key] = {n: b for n, b in held.values.items() if n in kept}, held.attributes
             others[key] = held.others
         versions = {key: module.version for module, key in known.keys.items() if key in self._held}
+        before = self.buffers.others
         rest = OtherAttributes(
-            {key: held for key, held in others.items() if held}, {**self.buffers.others.versions, **versions}
+            {key: held for key, held in others.items() if held},
+            {**before.versions, **versions},
+            {**before.same, **{key: held.same for key, held in self._held.items()}},
         )
         return tree.replace(self.buffers, values=values, attributes=attributes, others=rest)
 

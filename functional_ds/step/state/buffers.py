@@ -102,10 +102,12 @@ class OtherAttributes(tree.Uncompared):
     Attributes:
         by_key: for each module by the names of the attributes.
         versions: for each module the version of ``Apply.module`` that the state's last pass, or ``init``, knew.
+        same: for each module the names of attributes that were one object after its last pass, by that of the first.
     """
 
     by_key: Mapping[str, Mapping[str, OtherAttribute]] = attrs.field(factory=dict)
     versions: Mapping[str, int] = attrs.field(factory=dict)
+    same: Mapping[str, Mapping[str, str] | None] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
@@ -218,7 +220,9 @@ class Buffers:
             if isinstance(before, Tensor) and (before.shape, before.dtype) != (value.shape, value.dtype):
                 one, other = (f"{tuple(x.shape)} of {x.dtype}" for x in (value, before))
                 raise ValueError(f"values[{name!r}] is {one}, and the state's is {other}")
-            fields[field][key] = {**fields[field][key], name: plain_copy(value) if isinstance(value, Tensor) else value}
+            first = (self.others.same.get(key) or {}).get(name, name)
+            new = dict.fromkeys((name, first), plain_copy(value) if isinstance(value, Tensor) else value)
+            fields[field][key] = fields[field][key] | new
         for module, its in self.known.keys.items():
             if its == key:
                 module.notice()

@@ -1,12 +1,15 @@
 """Checks each new autograd graph of a loss for gradients that would be lost silently; bit sums that detect writes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from operator import ne
 from typing import TypeVar
 
+import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import disable_dispatch_modes, has_late_hooks, version_of
+from functional_ds.base.torch_private import disable_dispatch_modes, has_late_hooks, has_values, version_of
 from functional_ds.base.weighted import Weighted
 
 T = TypeVar("T", bound=Tensor)
@@ -118,3 +121,51 @@ def bit_sums(param: Tensor) -> tuple[Tensor, ...]:
         parts = bits.split(max(1, _SUMMED * len(bits) // max(1, bits.numel())))  # torch sums a copy in int64
         total = sum(part.sum(0, dtype=torch.int64) for part in parts)
         return (total,) if bits.dim() < 2 else (total, torch.cat([part.sum(-1, dtype=torch.int64) for part in parts]))
+
+
+_Noted = tuple[Mapping[int, Tensor], list[int], Mapping[int, tuple[Tensor, ...]]]  # leaves, versions, sums of their bits
+
+
+@attrs.frozen(eq=False)
+class WriteGuard:
+    """Compares leaves at the end of a forward pass, or when they are freed, with what they were when it got them.
+
+    Attributes:
+        path: of a leaf, by its place.
+        sums: whether to compare values too: a write by NumPy or through ``data`` does not change the version counter.
+    """
+
+    path: Callable[[int], str]
+    sums: bool = attrs.field(kw_only=True)
+    _units: dict[int, _Noted] = attrs.field(factory=dict)  # of each unit
+
+    def note(self, unit: int, leaves: Mapping[int, Tensor]) -> None:
+        """Records the leaves of a unit."""
+        sums = {place: bit_sums(leaf) for place, leaf in leaves.items() if _has_bits(leaf)} if self.sums else {}
+        self._units[unit] = leaves, [*map(version_of, leaves.values())], sums
+
+    def check(self, unit: int) -> None:
+        """Checks the leaves of a unit.
+
+        Raises:
+            RuntimeError: a leaf was written to; names its path.
+        """
+        leaves, versions, sums = self._units.pop(unit, ({}, [], {}))
+        written = [*compress(leaves, map(ne, versions, map(version_of, leaves.values())))]
+        if sums and not written:
+            written = [place for place, before in sums.items() if not all(map(torch.equal, before, bit_sums(leaves[place])))]
+        if written:
+            raise RuntimeError(
+                f"the loss wrote into the parameter {self.path(written[0])!r} in place, and a forward pass may write buffers "
+                "alone: compute the weight from the parameter instead, or change params after the update, in a transform: "
+                "fds.wrap(..., update=...)"
+            )
+
+    def check_all(self) -> None:
+        """Checks all leaves, at the end of a forward pass."""
+        for unit in [*self._units]:
+            self.check(unit)
+
+
+def _has_bits(leaf: Tensor) -> bool:
+    return leaf.layout == torch.strided and has_values(leaf)

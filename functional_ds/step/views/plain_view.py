@@ -10,17 +10,23 @@ from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable
 from functional_ds.base.torch_private import storage_id
 
-from .graph_checks import refuse_late_hooks, watched
+from .graph_checks import WriteGuard, refuse_late_hooks, watched
 from .view import Outputs, Pulled, Pulling, View, dense, differentiate, sum_of, wide
 
 
-def stored_view(params: Any, *, trains: bool) -> View:
+def stored_view(params: Any, *, trains: bool, looks: bool = False) -> View:
     """The stored params themselves; their gradients come from autograd.
 
     A custom function's backward may run nested backward passes, as reversible blocks do: what these leave in ``.grad`` is added
     to the gradients. What a ``backward()`` inside of the loss left there is not.
+
+    Args:
+        params: a tree of tensors.
+        trains: whether gradients are wanted.
+        looks: whether to compare the params' values, too, for writes of the loss.
     """
     leaves: list[Tensor] = []
+    writes = WriteGuard(lambda place: tree.named(params)[place][0], sums=looks)
 
     def seen(leaf: Tensor) -> Tensor:
         if not (trains and is_trainable(leaf)):
@@ -29,6 +35,7 @@ def stored_view(params: Any, *, trains: bool) -> View:
         return leaves[-1]
 
     def finish() -> None:
+        writes.check_all()
         for leaf in leaves:
             leaf.grad = None
 
@@ -47,8 +54,10 @@ def stored_view(params: Any, *, trains: bool) -> View:
 
         return Pulling(wait)
 
+    view = tree.map(seen, params)
+    writes.note(0, dict(enumerate(tree.leaves(view))))
     # ``close`` drops the leaves: the view is in a cycle, and their memory should not wait for garbage collection
-    return View(tree.map(seen, params), pull, leaves, finish=finish, close=leaves.clear)
+    return View(view, pull, leaves, finish=finish, close=leaves.clear)
 
 
 def _added(leaves: Sequence[Tensor], grads: Sequence[Tensor | None], carry: list[Tensor] | None, last: bool) -> list[Tensor]:

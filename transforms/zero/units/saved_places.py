@@ -1,18 +1,15 @@
-"""Tracks the memory of gathered units: autograd saves places in it, and writes that would be lost raise an error."""
+"""Tracks the memory of gathered units: autograd saves places in it."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
-from operator import ne
+from collections.abc import Callable, Sequence
 
-import attrs
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from functional_ds.base.torch_private import has_values, held_elsewhere, version_of
+from functional_ds.base.torch_private import held_elsewhere, version_of
 from functional_ds.sharding.layout import Layout
-from functional_ds.step.views.graph_checks import bit_sums, check_version
+from functional_ds.step.views.graph_checks import check_version
 
 
 class SavedPlace:
@@ -175,48 +172,3 @@ class UnitLeaves:
                 leaves[place].data = leaves[place].new_empty(0)
                 empty.add(place)
         return len(empty) == len(leaves)
-
-
-# -- writes into units, which would be lost with their memory -------------------------------------------------------------
-
-
-_Noted = tuple[Mapping[int, Tensor], list[int], Mapping[int, tuple[Tensor, ...]]]  # leaves, versions, sums of their bits
-
-
-@attrs.frozen(eq=False)
-class WriteGuard:
-    """Compares the leaves of a unit when it is freed with what they were when it was fetched.
-
-    Attributes:
-        paths: of the leaves.
-        sums: whether to compare values too: a write by NumPy does not change the version counter.
-    """
-
-    paths: Sequence[str]
-    sums: bool = attrs.field(kw_only=True)
-    _units: dict[int, _Noted] = attrs.field(factory=dict)  # of each unit
-
-    def note(self, unit: int, leaves: Mapping[int, Tensor]) -> None:
-        """Records the leaves of a unit that was fetched."""
-        there = [(place, x) for place, x in leaves.items() if has_values(x)] if self.sums else ()
-        self._units[unit] = leaves, [*map(version_of, leaves.values())], {place: bit_sums(leaf) for place, leaf in there}
-
-    def check(self, unit: int) -> None:
-        """Checks the leaves of a unit that is about to be freed.
-
-        Raises:
-            RuntimeError: a leaf was written to; names its path.
-        """
-        leaves, versions, sums = self._units.pop(unit, ({}, [], {}))
-        written = [*compress(leaves, map(ne, versions, map(version_of, leaves.values())))]
-        for place in written or [at for at, before in sums.items() if not all(map(torch.equal, before, bit_sums(leaves[at])))]:
-            raise RuntimeError(
-                f"the loss wrote into the parameter {self.paths[place]!r} in place, and a forward pass may write buffers "
-                "alone: compute the weight from the parameter instead, or change params after the update, in a transform: "
-                "fds.wrap(..., update=...)"
-            )
-
-    def check_all(self) -> None:
-        """Checks the leaves of all units, at the end of a forward pass."""
-        for unit in [*self._units]:
-            self.check(unit)

@@ -1,0 +1,215 @@
+"""A list, dict or tensor that several modules have stays one from step to step, as in plain PyTorch."""
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functional_ds as fds
+from functional_ds import comm
+from functional_ds import transforms as T
+from tests.planting import Bug, planted
+
+Change = Callable[[Any], Any]
+STEPS = 4
+
+
+class Part(nn.Module):
+    def __init__(self, shared: Any, change: Change) -> None:
+        super().__init__()
+        self.inner, self.shared, self.change = nn.Linear(3, 3), shared, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.change(self)
+        return self.inner(x) * (1.0 if factor is None else factor)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """The first part changes what the second one reads."""
+
+    def __init__(self, make: Callable[[], Any], write: Change, read: Change) -> None:
+        super().__init__()
+        shared = make()
+        self.a, self.b = Part(shared, write), Part(shared, read)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))  # type: ignore[no-any-return]
+
+
+class Losses(nn.Module):
+    """Its parts append losses, with their graphs, to one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.losses = nn.Linear(3, 3), []  # type: ignore[var-annotated]
+        self.a, self.b = (Part(self.losses, self.append) for _ in range(2))
+
+    @staticmethod
+    def append(part: Any) -> None:
+        part.shared.append(part.inner.weight.square().mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.clear()
+        y = self.b(self.a(x))
+        return y + sum(self.losses)  # type: ignore[no-any-return]
+
+
+class Linked(nn.Module):
+    """Its first pass links two parts."""
+
+    def __init__(self, make: Callable[[], Any], write: Change, read: Change) -> None:
+        super().__init__()
+        self.make, self.a, self.b = make, Part(None, write), Part(None, read)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.a.shared is None:
+            self.a.shared = self.b.shared = self.make()
+        return self.b(self.a(x))  # type: ignore[no-any-return]
+
+
+class Parted(Net):
+    """Its second pass parts them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.a.shared["n"] == 2:
+            self.b.shared = {"n": 0.5}
+        return super().forward(x)
+
+
+def counts(part: Any) -> None:
+    part.shared["n"] = part.shared["n"] + 1
+
+
+def appends(part: Any) -> None:
+    part.shared.append(1.0)
+
+
+def adds(part: Any) -> None:
+    part.shared.add_(1)
+
+
+def number(part: Any) -> Any:
+    return part.shared["n"]
+
+
+def length(part: Any) -> int:
+    return 1 + len(part.shared)
+
+
+def itself(part: Any) -> Any:
+    return part.shared
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Change, Change]] = {
+    "dict of a number": (lambda: {"n": 1.0}, counts, number),
+    "dict of a tensor": (lambda: {"n": torch.ones(())}, counts, number),
+    "list": (list, appends, length),
+    "deque": (deque, appends, length),
+    "tensor": (lambda: torch.ones(()), adds, itself),
+}
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    **{name: (lambda kind=kind: Net(*kind)) for name, kind in KINDS.items()},  # type: ignore[misc]
+    **{f"linked {name}": (lambda kind=kind: Linked(*kind)) for name, kind in KINDS.items()},  # type: ignore[misc]
+    "losses": Losses,
+    "parted": lambda: Parted(*KINDS["dict of a number"]),
+}
+STRATEGIES: dict[str, list[fds.Transform]] = {
+    "plain": [],
+    "zero(3)": [T.zero(3)],
+    "accumulate": [T.accumulate(2)],
+}
+
+
+def rows(index: int) -> Tensor:
+    return torch.randn(1, 3, generator=torch.Generator().manual_seed(index)).expand(4, 3)  # micro-batches are equal
+
+
+def plain(build: Callable[[], nn.Module], passes: int) -> list[float]:
+    torch.manual_seed(0)
+    net, losses = build(), []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for index in range(STEPS):
+        optimizer.zero_grad()
+        parts = []
+        for _ in range(passes):
+            parts.append(net(rows(index)).square().mean() / passes)
+            parts[-1].backward()
+        optimizer.step()
+        losses.append(sum(part.item() for part in parts))
+    return losses
+
+
+def ours(build: Callable[[], nn.Module], strategy: str, folder: Path | None = None) -> list[float]:
+    torch.manual_seed(0)
+    apply, params = fds.functional(build())
+    step = fds.compose(*STRATEGIES[strategy])(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.1)))
+    state, losses = step.init(params), []
+    for index in range(STEPS):
+        if folder is not None and index == 2:
+            fds.save(state, folder)
+            state = fds.load(folder, like=step.init(params))
+        state, metrics = step(state, rows(index))
+        losses.append(metrics["loss"].item())
+    return losses
+
+
+def check(name: str, strategy: str) -> None:
+    expected = plain(BUILDS[name], 2 if strategy == "accumulate" else 1)
+    for losses in comm.simulate(ours, BUILDS[name], strategy, world_size=2 if strategy == "zero(3)" else 1):
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", BUILDS)
+def test_what_modules_share_stays_one(name: str, strategy: str) -> None:
+    check(name, strategy)
+
+
+def check_saved(folder: Path) -> None:
+    assert ours(BUILDS["dict of a number"], "plain", folder) == pytest.approx(plain(BUILDS["dict of a number"], 1), rel=1e-4)
+
+
+def test_it_stays_one_in_a_state_that_was_loaded(tmp_path: Path) -> None:
+    check_saved(tmp_path)
+
+
+def with_a_value() -> None:
+    """A value that a user gives to one of the names is that of all."""
+    apply, params = fds.functional(Net(*KINDS["dict of a number"]))
+    step = fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.0))
+    state, first = step(step.init(params), rows(0))
+    state = state.put(buffers=state.slots["buffers"].with_values({"b.shared": {"n": 1.0}}))
+    assert step(state, rows(0))[1]["loss"].item() == pytest.approx(first["loss"].item())
+
+
+def test_a_value_that_is_given_to_one_name_is_that_of_all() -> None:
+    with_a_value()
+
+
+SETTLE, LEASE = "modules.skeleton:Skeleton.settle", "modules.skeleton:Skeleton.lease"
+
+
+@pytest.mark.parametrize(
+    ("law", "bug"),
+    [
+        (lambda folder: check("dict of a number", "plain"), Bug("each has its own", LEASE, "same.get(name, name)", "name")),
+        (lambda folder: check("losses", "plain"), Bug("none is known", SETTLE, "same[name] = first", "pass")),
+        (lambda folder: check("linked list", "plain"), Bug("nor after a link", SETTLE, "same[name] = first", "pass")),
+        (
+            check_saved,
+            Bug("what was built is forgotten", LEASE, "self.same if held.same is None else held.same", "held.same or {}"),
+        ),
+        (
+            lambda folder: with_a_value(),
+            Bug("one name alone", "step.state.buffers:Buffers.with_values", "(name, first)", "(name,)"),
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Bug) else "",
+)
+def test_planted_bugs_of_what_modules_share_are_found(law: Callable[[Path], None], bug: Bug, tmp_path: Path) -> None:
+    with planted(bug), pytest.raises(bug.shows):
+        law(tmp_path)
