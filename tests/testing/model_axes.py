@@ -139,7 +139,8 @@ def sliced_stage_problem(sums: bool = True) -> testing.Problem:
 
 def staged_slices(stages: comm.Group, slices: comm.Group, *, sums: bool = True) -> fds.Transform:
     """A pipeline of stages whose weights are sliced over another axis."""
-    pipeline = T.pipeline(pp.one_f_one_b(stages.size, 2), SLICED_STAGES[sums], stages)
+    schedules = {2: pp.interleaved_one_f_one_b(2, 2), 4: pp.one_f_one_b(4, 2)}
+    pipeline = T.pipeline(schedules[stages.size], SLICED_STAGES[sums], stages)
     return fds.compose(pipeline, T.tensor_parallel({"up": 0, "down": 1}, slices))
 
 
