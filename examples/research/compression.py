@@ -47,7 +47,7 @@ def power_sgd(rank: int) -> fds.Transform:
 
 
 def top_k_between(replicas: comm.Group, keep: float) -> fds.Transform:
-    """Sums the largest elements of what each replica's ``T.zero`` has summed. In stages 1 to 3 those are of a shard."""
+    """Sums the largest elements that each replica's ``T.zero`` has: in stages 1 to 3 those of shards, another method."""
 
     def init(inner: Any, step: fds.Step, params: Any) -> fds.State:
         state = inner(step, params)

@@ -6,6 +6,7 @@ that. Optimizers that use whole leaves, or treat leaves differently, get a ``Lea
 
 import functools
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.marks import is_trainable, slices_of
+from functional_ds.base.torch_private import is_fake, is_transformed
 
 from .layout import Layout
 from .leaf_region import LeafRegion
@@ -244,16 +246,25 @@ class LeafMap:
 
         Cost: one all-reduce of all rows if leaves are sharded; else nothing is sent.
 
+        Raises:
+            TypeError: ``function`` returns no sum: no tensor, one of booleans, or of a shape that depends on the part.
+            ValueError: its sum of no elements is not zero, as of a mean.
+
         >>> LeafMap.of({"a": torch.ones(3), "b": torch.ones(2)}).sums(torch.sum, [torch.ones(3), 2 * torch.ones(2)])
         tensor([3., 4.])
         """
         device = lists[0][0].device if lists[0] else None if self.group is None else self.group.world.device
         wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in self.leaves), torch.float32)
+        name = getattr(function, "__name__", repr(function))
         zero = function(*(torch.empty(0, dtype=wide, device=device) for _ in lists))
-        rows = [torch.zeros_like(zero) for _ in self.leaves]
+        rows = [zero for _ in self.leaves]
         for part in self.shards:
             pieces = (tensors[part.tensor].reshape(-1)[part.start : part.start + part.numel] for tensors in lists)
-            rows[part.leaf] = rows[part.leaf] + function(*map(at_least_fp32, pieces)).to(zero.dtype)
+            given = checked_sum(function(*map(at_least_fp32, pieces)), name, self.leaves[part.leaf].path, zero)
+            rows[part.leaf] = rows[part.leaf] + given.to(zero.dtype)
+        checked_sum(zero, name, "an empty part", zero)
+        if zero.device.type == "cpu" and not is_fake(zero) and not is_transformed(zero) and bool(zero.count_nonzero()):
+            raise ValueError(f"{name}: of an empty part it gives {zero.tolist()}, and a sum of no elements is 0")
         return self.total(torch.stack(rows) if rows else zero.new_zeros(0, *zero.shape))
 
     def total(self, rows: Tensor) -> Tensor:
@@ -347,3 +358,20 @@ def match_leaves(leaf_map: LeafMap, where: str | Callable[[str], bool], what: st
     if not any(map(pattern.search, paths)):
         raise ValueError(f"{what}={where!r} matches no trained leaf; {nearest(where, paths)}")
     return hits
+
+
+def checked_sum(given: Any, name: str, where: str, like: Any) -> Tensor:
+    """What a function returned for a part of a leaf, if it is a sum of the shape of ``like``.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if (
+        isinstance(given, Tensor)
+        and given.dtype is not torch.bool
+        and given.shape == getattr(like, "shape", None)
+        and given.numel()
+    ):
+        return given
+    what = f"a tensor of shape {list(given.shape)}, {given.dtype}" if isinstance(given, Tensor) else reprlib.repr(given)
+    raise TypeError(f"{name}: for {where!r} it gives {what}, and not a sum over the elements, such as x.square().sum()")

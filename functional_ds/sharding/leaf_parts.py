@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from .leaf_map import LeafMap
+from .leaf_map import LeafMap, checked_sum
 
 
 @attrs.frozen
@@ -46,11 +46,15 @@ class LeafParts:
                     results[place] = end.value
             if asked and (len(asked) < len(told) or len({_count(sums) for sums in asked.values()}) > 1):
                 raise ValueError(f"{what}: it must yield equally often, and equally many sums, for all leaves")
-            told = self._totals(asked) if asked else {}
+            told = self._totals(asked, what) if asked else {}
         return results
 
-    def _totals(self, asked: dict[int, Any]) -> dict[int, Any]:
-        sums = {place: torch.stack(yielded) if isinstance(yielded, tuple) else yielded for place, yielded in asked.items()}
+    def _totals(self, asked: dict[int, Any], what: str) -> dict[int, Any]:
+        one, sums = torch.empty(()), {}
+        for place, yielded in asked.items():
+            several, path = isinstance(yielded, tuple), self.leaf_map.leaves[self.leaves[place]].path
+            found = [checked_sum(x, what, path, one) for x in (yielded if several and yielded else [yielded])]
+            sums[place] = torch.stack(found) if several else found[0]
         wide = functools.reduce(torch.promote_types, (leaf_sums.dtype for leaf_sums in sums.values()), torch.float32)
         zero = torch.zeros_like(sums[min(sums)], dtype=wide)
         rows = [zero for _ in self.leaf_map.leaves]

@@ -14,7 +14,7 @@ from functional_ds.step.step import Step
 from .laws import LAWS, Law
 from .method import Method, NotApplicableError, WrongError, refuses
 from .problem import DIVISOR, Problem
-from .recipe import AXES, Recipe, Setup, factory_of, imported
+from .recipe import AXES, Recipe, Setup, axes_of, factory_of, imported, shown_axes
 
 _LIBRARY = "functional_ds."
 _ARGUMENTS = {"oracle": "oracle", "ranks": "by_ranks", "bytes": "sends"}  # what a law compares with
@@ -151,7 +151,7 @@ class BoundLaw:
 
 def _title(method: Method) -> str:
     how = "alone on its ranks, " if method.counts_ranks else "reduces gradients itself, " * method.sums
-    how += f"along {method.recipe.axis}, " if method.recipe.axis else ""
+    how += f"along {' and '.join(method.recipe.axes)}, " if method.recipe.axes else ""
     words = f"{method.name}, {how}listed {method.order} T.{'mixed_precision' if method.combines else 'zero'}"
     return words + f" (after it: {method.elsewhere})" * bool(method.elsewhere)
 
@@ -166,15 +166,15 @@ def _program(method: Method, law: Law, error: Exception) -> str:
     if recipe.is_optimizer:
         lines += ["method = fds.compose()", imported("optimizer", recipe.make)]
     else:
-        lines += [imported("method", recipe.make, recipe.axis), f"optimizer = {rule}" if recipe.optimizer is None else rule]
+        lines += [imported("method", recipe.make, recipe.axes), f"optimizer = {rule}" if recipe.optimizer is None else rule]
     lines += ["problem = testing.Problem()" if recipe.standard else "# problem = ..., as holds was given it", ""]
     setup: Setup | None = getattr(error, "setup", None)
     wanted, amount = (error.wanted, error.amount) if isinstance(error, WrongError) else (None, 0.0)
     short = wanted.ranks == 1 and amount > 0 if wanted else not isinstance(error, WrongError)
-    if setup is None or setup.loss != "loss" or recipe.axis or not short:
-        tested = "method" if recipe.axis else f"lambda: {'optimizer' if recipe.is_optimizer else 'method'}"
+    if setup is None or setup.loss != "loss" or recipe.axes or not short:
+        tested = "method" if recipe.axes else f"lambda: {'optimizer' if recipe.is_optimizer else 'method'}"
         given = f"{tested}, optimizer=lambda: optimizer, problem=problem, order={method.order!r}, only=[{law.name!r}]"
-        given += f", axis={recipe.axis!r}" if recipe.axis else ""
+        given += f", axis={shown_axes(recipe.axes)}" if recipe.axes else ""
         known = "by_ranks" if method.counts_ranks else _ARGUMENTS.get(law.name, "")
         lines += [f"# {known} = ..., as holds was given it"] if known else []
         return "\n".join([*lines, f"testing.holds({given}{f', {known}={known}' if known else ''}).check()"])
@@ -239,7 +239,7 @@ def laws(
     by_ranks: Callable[[Any, list[list[Any]]], Sequence[Any]] | None = None,
     sends: Callable[[int | None, int], int] | None = None,
     within: float = 1e-4,
-    axis: str | None = None,
+    axis: str | Sequence[str] | None = None,
     excused: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
 ) -> list[BoundLaw]:
@@ -264,7 +264,8 @@ def laws(
             "tp" slices of the model, "pp" its stages, "sp" positions of the same rows, "ep" experts and rows of their own (then
             a function of two groups, ``ep`` and ``edp``), "outer" a model each. ``T.zero`` and others are over ``mesh["dp"]``,
             for "sp" and "ep" over both axes. Laws compare with the step on one device without the transform, whose loss must
-            run there; the axis has two ranks, and in some laws four. With "outer", as in DiLoCo, ``T.apart`` is listed last,
+            run there; the axis has two ranks, and in some laws four. Several, as ``("pp", "tp")``, are of one model, and
+            ``transform`` is a function of their groups. With "outer", as in DiLoCo, ``T.apart`` is listed last,
             laws compare with two models of one rank, and ``batches[step][model]`` are the rows of ``by_ranks``.
         excused: laws that do not apply to the method, with the reasons.
         only: the laws to check; by default all.
@@ -288,24 +289,29 @@ def laws(
     options = {"order": order, "oracle": oracle, "by_ranks": by_ranks, "sends": sends, "within": within}
     _check_options(options)
     given = problem or Problem()
+    axes = axes_of(axis)
     if axis is not None:
-        _check_axis(axis, options, given)
-    recipe = Recipe(factory_of(transform, axis or ""), optimizer, given, standard=problem is None, axis=axis or "")
+        _check_axes(axes, options, given)
+    recipe = Recipe(factory_of(transform, axes), optimizer, given, standard=problem is None, axes=axes)
     plan = _Plan(recipe, options)
     return [BoundLaw(law, plan, excuses.get(law.name, "")) for law in LAWS if chosen is None or law.name in chosen]
 
 
-def _check_axis(axis: str, options: Mapping[str, Any], problem: Problem) -> None:
-    """Raises an error for what no law over this axis could use."""
-    if axis not in [*AXES]:
-        raise ValueError(f"axis={axis!r} is not an axis of which a method is a function: {', '.join(AXES)}")
-    wrong, right = ("oracle", "by_ranks") if axis == "outer" else ("by_ranks", "oracle")
+def _check_axes(axes: Sequence[str], options: Mapping[str, Any], problem: Problem) -> None:
+    """Raises an error for what no law over these axes could use."""
+    shown = shown_axes(axes)
+    if not axes or any(axis not in [*AXES] for axis in axes):
+        raise ValueError(f"axis={shown} is not an axis of which a method is a function: {', '.join(AXES)}")
+    outer = "outer" in axes
+    if len({*axes}) < len(axes) or (outer and len(axes) > 1):
+        raise ValueError(f"axis={shown}: give each axis once, and 'outer', whose ranks have a model each, alone")
+    wrong, right = ("oracle", "by_ranks") if outer else ("by_ranks", "oracle")
     if options[wrong] is not None:
-        have = "a model each" if axis == "outer" else "one model"
-        raise ValueError(f"{wrong}: with axis={axis!r} ranks have {have}; pass {right}=")
-    odd = [rows for rows in map(rows_of, problem.batches) if not AXES[axis][0] and rows % (2 * DIVISOR)]
+        have = "a model each" if outer else "one model"
+        raise ValueError(f"{wrong}: with axis={shown} ranks have {have}; pass {right}=")
+    odd = [rows for rows in map(rows_of, problem.batches) if not all(AXES[axis][0] for axis in axes) and rows % (2 * DIVISOR)]
     if odd:
-        raise ValueError(f"axis={axis!r}: its ranks divide a batch, too; give multiples of {2 * DIVISOR} rows, not {odd}")
+        raise ValueError(f"axis={shown}: its ranks divide a batch, too; give multiples of {2 * DIVISOR} rows, not {odd}")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ _ACCUMULATE, _CLIP = "T.accumulate(2)", "T.clip(0.01)"
 _FP16 = "T.mixed_precision('fp16', T.DynamicScale(2.0**10, hysteresis=1))"
 _CONSTANT = "T.mixed_precision('fp16', T.StaticScale(2.0**10))"
 _SKIPPED = 1  # the step that overflows
-_WIDE = 4  # ranks along the method's axis: with two, both neighbours are the same rank
+_WIDE = 4  # ranks along each of the method's axes: with two, both neighbours are the same rank
 
 
 @attrs.frozen
@@ -65,10 +65,10 @@ def _ranks(method: Method) -> None:
     if method.by_ranks is None:
         raise NotApplicableError("no oracle of ranks was given: by_ranks=function of (params, batches of each rank)")
     setups = [method.on(ranks) for ranks in RANKS]
-    if method.recipe.axis:
+    if method.recipe.axes:
         setups = [method.on(1), method.on(2, _ZERO[0]), method.on(2, _ZERO[3])]
     for setup in setups:
-        wanted = method.params_of_ranks(setup.along)
+        wanted = method.params_of_ranks(setup.parts)
         for rank, (params, _) in enumerate(method.run(setup)):
             difference = apart(params, wanted[method.model(setup, rank)], method.recipe.problem.params, method.within)
             if difference is not None:
@@ -83,7 +83,7 @@ def _stages(method: Method) -> None:
 def _replicated(method: Method) -> None:
     if method.combines:
         raise NotApplicableError("it reduces gradients itself")
-    if method.recipe.axis == "ep":
+    if "ep" in method.recipe.axes:
         raise NotApplicableError("T.replicated keeps all params the same on its ranks, which hold different experts")
     method.equal([method.on(ranks, _MEAN) for ranks in (2, 3)], method.alone())
 
@@ -121,7 +121,7 @@ def _pipelines(method: Method) -> None:
         raise NotApplicableError("the problem is not split into layers: Problem(layers=, error=)")
     if method.combines:
         raise NotApplicableError("it reduces gradients itself, over another axis than the pipeline's")
-    if method.recipe.axis:
+    if method.recipe.axes:
         raise NotApplicableError("its mesh has no axis for a pipeline")
     pipeline = "T.pipeline(one_f_one_b(2, 2), stages)"
     along = "T.zero(1, mesh['dp'])", pipeline.replace("stages)", "stages, mesh['nodes'])")
@@ -164,7 +164,7 @@ def _moves(method: Method) -> list[tuple[Setup, Setup]]:
     if method.counts_ranks:
         return [(setup, setup) for setup in map(method.on, RANKS)]
     pairs = [((2, _ZERO[0]), (3, _ZERO[3])), ((2, _ZERO[3]), (3, _ZERO[1]))]
-    if not method.recipe.axis:
+    if not method.recipe.axes:
         pairs.append(((4, _HYBRID), (2, _ZERO[0])))
     setups = [(method.on(a, one), method.on(b, other)) for (a, one), (b, other) in pairs]
     if method.recipe.shares_model:

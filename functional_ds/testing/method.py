@@ -1,6 +1,7 @@
 """A transform or optimizer under test: its position in ``compose``, its runs, and their comparison."""
 
 import linecache
+import math
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
@@ -21,7 +22,7 @@ BF16 = "T.mixed_precision('bf16')"
 NEAR = 0.2  # of a leaf's change: half precision rounds each gradient by 2**-8 or more, and methods divide by gradients
 _PARALLEL = ("T.zero", "T.replicated")
 RANKS = (2, 3)  # of whole runs that a user's oracle describes
-ALONG = 2  # ranks along the method's axis
+ALONG = 2  # ranks along each of the method's axes
 _ROUNDING = 64  # units in the last place of a leaf's largest element, for sums in other orders
 
 
@@ -122,22 +123,23 @@ class Method:
     @property
     def counts_ranks(self) -> bool:
         """Whether what it computes depends on the number of ranks, and not on that of models along an outer axis."""
-        return self.by_ranks is not None and not self.recipe.axis
+        return self.by_ranks is not None and not self.recipe.axes
 
     def listed(self, *parallel: str, first: str = "", last: str = "") -> tuple[str, ...]:
         """The method in its position among the ``parallel`` transforms; ``first`` and ``last`` come around all."""
         if self.combines:
             parallel = tuple(text for text in parallel if not text.startswith(_PARALLEL))
-        axis = self.recipe.axis
-        if axis:
-            over = f"'{axis}', 'dp'" if AXES[axis][1] else "'dp'"
-            if AXES[axis][1] and not any(x.startswith(_PARALLEL) for x in parallel):
+        axes = self.recipe.axes
+        if axes:
+            summed = [axis for axis in axes if AXES[axis][1]]
+            over = ", ".join(map(repr, [*summed, "dp"]))
+            if summed and not any(x.startswith(_PARALLEL) for x in parallel):
                 parallel = (*parallel, "T.zero(0)")
-            if axis == "ep":  # T.replicated keeps all params the same on its ranks
+            if "ep" in axes:  # T.replicated keeps all params the same on its ranks
                 parallel = tuple("T.zero(1)" if x.startswith("T.replicated") else x for x in parallel)
             parallel = tuple(f"{x[:-1]}, group=mesh[{over}])" if x.startswith(_PARALLEL) else x for x in parallel)
         core = ("method", *parallel) if self.order == "before" else (*parallel, "method")
-        return tuple(filter(None, (first, *core, last, "T.apart(mesh['outer'])" * (axis == "outer"))))
+        return tuple(filter(None, (first, *core, last, "T.apart(mesh['outer'])" * ("outer" in axes))))
 
     def on(
         self,
@@ -149,11 +151,12 @@ class Method:
         last: str = "",
         along: int = ALONG,
     ) -> Setup:
-        """The setup of ``listed`` on a number of ranks; with an axis, for each of ``along`` ranks along it."""
-        if not self.recipe.axis:
-            along = ranks if self.counts_ranks else 1
-        total = ranks * along if self.recipe.axis else ranks
-        return Setup(self.listed(*parallel, first=first, last=last), total, steps, loss, along)
+        """The setup of ``listed`` on a number of ranks; with axes, for each of ``along`` ranks along each of them."""
+        sizes = (along,) * len(self.recipe.axes)
+        total = ranks * math.prod(sizes)
+        return Setup(
+            self.listed(*parallel, first=first, last=last), total, steps, loss, (ranks,) if self.counts_ranks else sizes
+        )
 
     def alone(self, *, loss: str = "loss", steps: int = STEPS, first: str = "", last: str = "") -> Setup:
         """What others are compared with: one device; without the method, if ranks share a model along its axis."""
@@ -163,7 +166,7 @@ class Method:
 
     def model(self, setup: Setup, rank: int) -> int:
         """The model that a rank trains."""
-        return 0 if self.recipe.shares_model else rank * setup.along // setup.ranks
+        return 0 if self.recipe.shares_model else rank * setup.parts // setup.ranks
 
     def run(self, setup: Setup) -> list[Any]:
         """Each rank's params and losses; cached."""
@@ -234,9 +237,9 @@ class Method:
         if method.oracle is not None:
             _check_like(method.oracle_params(), recipe.problem.params)
         if method.by_ranks is not None:
-            [*map(method.params_of_ranks, [ALONG] if recipe.axis else RANKS)]
+            [*map(method.params_of_ranks, [ALONG] if recipe.axes else RANKS)]
         try:
-            step = recipe.step(attrs.evolve(method.alone(), ranks=1, along=1))
+            step = recipe.step(attrs.evolve(method.alone(), ranks=1, along=()))
             if not isinstance(step, Step):
                 raise TypeError(f"it makes {step!r} of a step, and a transform makes a step")
         except Exception as error:
@@ -244,7 +247,7 @@ class Method:
             words = f"{type(error).__name__}: {error}{hint if recipe.is_itself else ''}"
             raise ValueError(f"holds: {method.name} does not run on one device: {words}") from error
         method = attrs.evolve(method, sums=step.sums and not method.counts_ranks)
-        if method.sums and recipe.axis == "outer":
+        if method.sums and "outer" in recipe.axes:
             raise ValueError(f"axis='outer': {method.name} reduces gradients itself, and models are trained apart")
         sent: object = 0 if method.sends is None else method.sends(None if method.combines else 0, RANKS[0])
         if not isinstance(sent, Real):

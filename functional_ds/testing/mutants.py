@@ -15,7 +15,7 @@ import attrs
 from functional_ds.comm.record.notebook import html_text
 
 from .holds import BoundLaw, laws
-from .recipe import factory_of, name_of
+from .recipe import axes_of, factory_of, name_of
 
 _SLOW = ("processes", "interleavings", "jit", "variance", "bytes")
 
@@ -102,7 +102,7 @@ def mutants(transform: Callable[..., Any], *, most: int = 20, seed: int = 0, **o
         ValueError: the source cannot be read; the method passes no law.
         TypeError: ``transform`` is not a function that makes a transform.
     """
-    make = factory_of(transform, options.get("axis") or "")
+    make = factory_of(transform, axes_of(options.get("axis")))
     inner = make.func if isinstance(make, partial) else make
     if not isinstance(inner, FunctionType) or make is not transform:
         raise TypeError(f"transform={transform!r}: bugs are planted into a Python function that makes the transform; give that")

@@ -1,9 +1,11 @@
 """Runs a method in compositions that are written as text, so that they can be printed and sent to processes."""
 
 import inspect
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import attrs
@@ -55,19 +57,25 @@ class Setup:
         ranks: the number of simulated ranks.
         steps: the number of updates.
         loss: the loss of the problem: "loss", "unused", or "layers", whose ``stages`` a pipeline runs.
-        along: the number of ranks along the method's axis, or of models that ranks train apart.
+        along: the number of ranks along each of the method's axes, or of models that ranks train apart.
     """
 
     transforms: tuple[str, ...] = ()
     ranks: int = 1
     steps: int = STEPS
     loss: str = "loss"
-    along: int = 1
+    along: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """The number of ranks that share a model, or of models."""
+        return math.prod(self.along)
 
     def __str__(self) -> str:
         where = f"{self.ranks} ranks" if self.ranks > 1 else "one device"
-        if 1 < self.along < self.ranks:
-            where = f"a mesh of {self.along} x {self.ranks // self.along} ranks"
+        sizes = [size for size in (*self.along, self.ranks // self.parts) if size > 1]
+        if len(sizes) > 1:
+            where = f"a mesh of {' x '.join(map(str, sizes))} ranks"
         return f"compose({', '.join(self.transforms)}), {where}, {self.steps} steps"
 
 
@@ -80,19 +88,19 @@ class Recipe:
         optimizer: makes the optimizer to combine with a transform; None for SGD with momentum.
         problem: the training problem.
         standard: whether that is ``Problem()``.
-        axis: the axis of a mesh whose group ``make`` takes, one of ``AXES``; empty if it takes none.
+        axes: the axes of a mesh whose groups ``make`` takes, of ``AXES``.
     """
 
     make: Callable[..., Any]
     optimizer: Callable[[], Any] | None
     problem: Problem
     standard: bool = False
-    axis: str = ""
+    axes: tuple[str, ...] = ()
 
     @property
     def is_optimizer(self) -> bool:
         """Whether an optimizer is under test."""
-        return not self.axis and is_optimizer(self.make())
+        return not self.axes and is_optimizer(self.make())
 
     @property
     def is_itself(self) -> bool:
@@ -101,8 +109,8 @@ class Recipe:
 
     @property
     def shares_model(self) -> bool:
-        """Whether the ranks along the axis train one model."""
-        return self.axis not in ("", "outer")
+        """Whether the ranks along the axes train one model."""
+        return bool(self.axes) and self.axes != ("outer",)
 
     def parts(self, *groups: comm.Group) -> tuple[Transform, Any]:
         """The method as a transform and an optimizer."""
@@ -117,12 +125,14 @@ class Recipe:
         """The composed step."""
         scope: dict[str, Any] = {"T": T, "mean_over_ranks": mean_over_ranks}
         groups: list[comm.Group] = []
-        if self.axis:
-            scope["mesh"] = mesh = comm.mesh(**{self.axis: setup.along, "dp": setup.ranks // setup.along})
-            groups = [mesh[self.axis], mesh["dp"]][: _arity(self.axis)]
+        if self.axes:
+            sizes = dict(zip_longest(self.axes, setup.along, fillvalue=1))
+            order = sorted(sizes, key=lambda axis: not AXES[axis][0])  # ranks with other rows are neighbours
+            scope["mesh"] = mesh = comm.mesh(**{axis: sizes[axis] for axis in order}, dp=setup.ranks // setup.parts)
+            groups = [mesh["dp" if name == "edp" else name] for name in groups_of(self.axes)]
         elif any("mesh" in text for text in setup.transforms):
             scope["mesh"] = comm.mesh(nodes=2, dp=setup.ranks // 2)
-        with_method = "method" in setup.transforms or not self.axis
+        with_method = "method" in setup.transforms or not self.axes
         scope["method"], optimizer = self.parts(*groups) if with_method else (None, self.rule())
         loss = self.problem.unused if setup.loss == "unused" else self.problem.loss
         if setup.loss == "loss" and not with_method:
@@ -138,7 +148,8 @@ class Recipe:
 
     def rows(self, setup: Setup, index: int) -> Any:
         """This rank's rows of a step's batch; the two ranks of a pipeline get the same."""
-        alike = 2 if setup.loss == "layers" else setup.along if self.axis and AXES[self.axis][0] else 1
+        alike = math.prod(size for axis, size in zip(self.axes, setup.along, strict=False) if AXES[axis][0])
+        alike = 2 if setup.loss == "layers" else alike
         parts = max(1, setup.ranks // alike)
         return rows_of_rank(self.problem.batches[index % len(self.problem.batches)], comm.world().rank % parts, parts)
 
@@ -183,25 +194,33 @@ def train(
     return step.params(state), losses, sent, step
 
 
-def _arity(axis: str) -> int:
-    """Of how many groups a method is a function: of experts' ranks, and of those with the same experts."""
-    return 2 if axis == "ep" else 1
+def axes_of(axis: Any) -> tuple[str, ...]:
+    """The names of ``holds(axis=)``, which is a name, several, or None."""
+    return () if axis is None else (axis,) if isinstance(axis, str) or not isinstance(axis, Sequence) else tuple(axis)
 
 
-def factory_of(transform: Any, axis: str = "") -> Callable[..., Any]:
+def groups_of(axes: Sequence[str]) -> list[str]:
+    """Of which groups a method is a function: with experts also of the ranks that have the same ones."""
+    return [*axes, *(["edp"] if "ep" in axes else [])]
+
+
+def factory_of(transform: Any, axes: Sequence[str] = ()) -> Callable[..., Any]:
     """A function without arguments that makes the transform: ``transform`` itself if it is one, as ``partial(T.clip, 1.0)``.
 
-    With ``axis`` it is a function of a group.
+    With ``axes`` it is a function of their groups.
 
     Raises:
         TypeError: ``transform`` is neither a transform, nor an optimizer, nor a function that makes one.
     """
-    if axis:
-        wanted = ("one group", "two groups, ep and edp")[_arity(axis) - 1]
+    if axes:
+        names = groups_of(axes)
+        wanted = f"{len(names)} groups, {' and '.join(names)}" if len(names) > 1 else "one group"
         try:
-            inspect.signature(transform).bind(*[None] * _arity(axis))
+            inspect.signature(transform).bind(*names)
         except TypeError as error:
-            raise TypeError(f"axis={axis!r}: transform={transform!r} must be a function of {wanted}: {error}") from None
+            raise TypeError(
+                f"axis={shown_axes(axes)}: transform={transform!r} must be a function of {wanted}: {error}"
+            ) from None
         return transform  # type: ignore[no-any-return]
     if is_optimizer(transform):
         return partial(_itself, transform)
@@ -232,13 +251,18 @@ def name_of(make: Callable[[], Any]) -> str:
     return f"{inner.__name__}({', '.join(words)})"
 
 
-def imported(name: str, make: Callable[..., Any], axis: str = "") -> str:
-    """Source lines that make the object of ``make``, or with ``axis`` a function of a group; a comment if it has no name."""
+def shown_axes(axes: Sequence[str]) -> str:
+    """The argument ``axis=`` as text."""
+    return repr(axes[0] if len(axes) == 1 else tuple(axes))
+
+
+def imported(name: str, make: Callable[..., Any], axes: Sequence[str] = ()) -> str:
+    """Source lines that make the object of ``make``, or with ``axes`` a function of groups; a comment if it has no name."""
     inner: Any = make.func if isinstance(make, partial) else make
     importable = getattr(sys.modules.get(inner.__module__), inner.__name__, None) == inner
     if not importable or inner is _itself or inner.__module__ == "__main__":
         return f"# {name} = ..., as holds was given it"
     made = name_of(make)
-    if axis:
+    if axes:
         made = f"lambda *group: {made[:-1]}{'' if made.endswith('()') else ', '}*group)"
     return f"from {inner.__module__} import {inner.__name__}\n{name} = {made}"

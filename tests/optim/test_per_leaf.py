@@ -89,12 +89,40 @@ def uneven(grad: Tensor, state: Any, step: Tensor) -> Any:
     return grad, state
 
 
+def tuple_of(part: Tensor) -> tuple[()]:
+    return ()
+
+
+def told(yielded: Any) -> Any:
+    """A rule that asks for the sum of what is no number."""
+
+    def rule(grad: Tensor, state: Any, step: Tensor) -> Any:
+        yield yielded
+        return grad, state
+
+    return rule
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: fds.per_leaf(torch.zeros_like, uneven, lr=0.1), "uneven: it must yield equally often"),
         (lambda: fds.per_leaf(lambda part: torch.zeros(3), uneven, lr=0.1), "init must make tensors of the shape of the part"),
-        (lambda: fds.per_leaf(lambda part: (), lambda grad, state, step: (grad.sum(), state), lr=0.1), "it made one of"),
+        (
+            lambda: fds.per_leaf(lambda part: (), lambda grad, state, step: (grad.sum(), state), lr=0.1),
+            r"for '0.b' of shape \[7\] it returned",
+        ),
+        (lambda: fds.per_leaf(tuple_of, told(None), lr=0.1), "rule: for '0.b' it gives None, and not a sum"),
+        (lambda: fds.per_leaf(tuple_of, told("x"), lr=0.1), "rule: for '0.b' it gives 'x', and not a sum"),
+        (lambda: fds.per_leaf(tuple_of, told(torch.ones(3)), lr=0.1), r"rule: for '0.b' it gives a tensor of shape \[3\]"),
+        (lambda: fds.per_leaf(tuple_of, told(()), lr=0.1), r"rule: for '0.b' it gives \(\), and not a sum"),
+        (lambda: fds.per_leaf(tuple_of, lambda grad, state, step: None, lr=0.1), "<lambda>: for '0.b' it returned None"),
+        (
+            lambda: fds.per_leaf(tuple_of, lambda grad, state, step: (0.5, state), lr=0.1),
+            r"for '0.b' it returned \(0.5, \(\)\)",
+        ),
+        (lambda: fds.per_leaf(tuple_of, lambda grad, state, step: (grad, "x"), lr=0.1), "for '0.b' it returned the state 'x'"),
+        (lambda: fds.per_matrix(tuple_of, told(0), lr=0.1, others=fds.sgd(0.1)), "rule: for '0.w' it returned <generator"),
         (lambda: fds.per_leaf(3, uneven, lr=0.1), "init=3 is not callable"),
         (lambda: fds.per_leaf(torch.zeros_like, uneven, lr=-1.0), "lr=-1.0 must be finite and not negative"),
     ],
@@ -106,6 +134,31 @@ def test_wrong_rules_are_refused(make: Any, words: str) -> None:
 
     with pytest.raises((TypeError, ValueError), match=words):
         run()
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: None, "<lambda>: for '0.[bw]' it gives None, and not a sum"),
+        (lambda x: 0.5, "for '0.[bw]' it gives 0.5"),
+        (torch.square, r"square: for '0.[bw]' it gives a tensor of shape \[[0-9]+\], torch.float32"),
+        (lambda x: (x > 0).any(), r"for '0.[bw]' it gives a tensor of shape \[\], torch.bool"),
+        (torch.mean, "mean: of an empty part it gives nan, and a sum of no elements is 0"),
+    ],
+)
+def test_per_leaf_refuses_what_is_no_sum(function: Any, words: str, stage: int | None) -> None:
+    def update(inner: Any, step: fds.Step, state: fds.State, grads: fds.Weighted) -> Any:
+        assert step.per_leaf(state, function, grads.sum)
+        return inner(step, state, grads)
+
+    def run() -> None:
+        strategy = () if stage is None else (T.zero(stage),)
+        step = fds.compose(*strategy, fds.wrap("sums", update=update))(fds.train_step(PROBLEM.loss, fds.sgd(0.1)))
+        step(step.init(PROBLEM.params), PROBLEM.rows(0))
+
+    with pytest.raises((TypeError, ValueError), match=words):
+        comm.simulate(run, world_size=1 if stage is None else 2)
 
 
 BUG = Bug(

@@ -28,8 +28,10 @@ __all__ = [
     "prefix_problem",
     "sequences",
     "sliced_loss",
+    "sliced_stage_problem",
     "slices",
     "stage_problem",
+    "staged_slices",
     "tensors",
     "vocabulary",
     "vocabulary_plan",
@@ -113,6 +115,33 @@ def stage_problem() -> testing.Problem:
 def pipeline(group: comm.Group) -> fds.Transform:
     schedules = {2: pp.interleaved_one_f_one_b(2, 2), 4: pp.one_f_one_b(4, 2)}
     return T.pipeline(schedules[group.size], STAGES, group)
+
+
+def sliced_stage(p: Any, x: Tensor, sums: bool = True) -> Tensor:
+    hidden = fds.tp.column(x, p["up"]).tanh()
+    return x + (fds.tp.row(hidden, p["down"]) if sums else F.linear(hidden, p["down"]))
+
+
+SLICED = [{"up": normal(place, 8, 4), "down": normal(9 + place, 4, 8)} for place in range(4)]
+SLICED_STAGES = {sums: pp.stages([partial(sliced_stage, sums=sums)] * 4, SLICED, loss=error) for sums in (True, False)}
+
+
+def plain_stages(params: Any, x: Tensor) -> Tensor:
+    y = x
+    for p in params:
+        y = y + F.linear(F.linear(y, p["up"]).tanh(), p["down"])
+    return error(y, x)
+
+
+def sliced_stage_problem(sums: bool = True) -> testing.Problem:
+    return testing.Problem(params=SLICED, loss=SLICED_STAGES[sums], plain=plain_stages, batches=batches())
+
+
+def staged_slices(stages: comm.Group, slices: comm.Group, *, sums: bool = True) -> fds.Transform:
+    """A pipeline of stages whose weights are sliced over another axis."""
+    schedules = {2: pp.interleaved_one_f_one_b(2, 2), 4: pp.one_f_one_b(4, 2)}
+    pipeline = T.pipeline(schedules[stages.size], SLICED_STAGES[sums], stages)
+    return fds.compose(pipeline, T.tensor_parallel({"up": 0, "down": 1}, slices))
 
 
 # -- sequences -------------------------------------------------------------------------------------------------------------

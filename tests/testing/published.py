@@ -93,7 +93,7 @@ PUBLISHED = (
         ["compression.py: top_k_between"],
         ["step.reduce", "fds.wrap"],
         ["research top_k"],
-        "0 to 3 in each replica",
+        "0; 1 to 3 by shard",
     ),
     Published(
         "SAM and ASAM (Foret et al. 2021, Kwon et al. 2021)",

@@ -200,10 +200,14 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "within": (identity, {"within": -1}, ValueError, "within=-1 is not a tolerance of 0 or more"),
     "an argument": (partial(momentum_of, 0.1), {}, ValueError, r"momentum_of\(0.1\) does not run .* with all its arguments"),
     "a function": (T.clip, {}, ValueError, "clip does not run on one device: TypeError.* with all its arguments, as partial"),
+    "an axis twice": (identity, {"axis": ("tp", "tp")}, ValueError, r"axis=\('tp', 'tp'\): give each axis once"),
+    "models apart": (identity, {"axis": ("outer", "tp")}, ValueError, r"axis=\('outer', 'tp'\): .*a model each, alone"),
+    "no axes": (identity, {"axis": ()}, ValueError, r"axis=\(\) is not an axis .*: outer, tp, pp, sp, ep"),
+    "groups": (identity, {"axis": ["tp", "ep"]}, TypeError, r"axis=\('tp', 'ep'\): .*of 3 groups, tp and ep and edp"),
     "no axis": (identity, {"axis": "dp"}, ValueError, "axis='dp' is not an axis .*: outer, tp, pp, sp, ep"),
     "an axis": (identity, {"axis": True}, ValueError, "axis=True is not an axis .*: outer, tp, pp, sp, ep"),
     "a group": (identity, {"axis": "outer"}, TypeError, "axis='outer': transform=.*must be a function of one group"),
-    "two groups": (local_sgd_of_models, {"axis": "ep"}, TypeError, "axis='ep': .*must be a function of two groups, ep and edp"),
+    "two groups": (local_sgd_of_models, {"axis": "ep"}, TypeError, "axis='ep': .*must be a function of 2 groups, ep and edp"),
     "a sum of models": (partial(T.zero, 1), {"axis": "outer"}, ValueError, r"axis='outer': Zero\(1\) reduces gradients itself"),
     "an oracle of models": (
         local_sgd_of_models,
@@ -511,3 +515,19 @@ def test_the_page_lists_the_laws() -> None:
     page = (Path(__file__).parents[2] / "docs/gallery.md").read_text(encoding="utf-8")
     rows = page.split("<!-- laws -->\n")[1].split("<!-- /laws -->")[0].splitlines()[2:]
     assert rows == [f"| `{law.name}` | {law.says} |" for law in LAWS]
+
+
+@pytest.mark.parametrize("law", ["stages", "checkpoints"])
+def test_methods_over_two_axes(law: str) -> None:
+    options = {"axis": ("pp", "tp"), "order": "after", "only": [law]}
+    table = testing.holds(model_axes.staged_slices, problem=model_axes.sliced_stage_problem(), **options)
+    assert table[law].outcome == "ok", str(table)
+    assert table.title == "staged_slices(), along pp and tp, listed after T.zero"
+
+
+def test_a_missing_sum_along_one_of_two_axes_is_found() -> None:
+    make, problem = partial(model_axes.staged_slices, sums=False), model_axes.sliced_stage_problem(sums=False)
+    row = testing.holds(make, axis=("pp", "tp"), order="after", problem=problem, only=["stages"])["stages"]
+    assert row.outcome == "wrong"
+    assert "a mesh of 2 x 2 ranks" in row.words
+    assert "axis=('pp', 'tp')" in row.program

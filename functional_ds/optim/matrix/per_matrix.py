@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+import reprlib
 from collections.abc import Callable, Collection, Generator
 from typing import Any
 
@@ -124,11 +125,7 @@ def per_matrix(
                 spec = owned.leaf_map.leaves[leaf]
                 path, further = spec.path, {"param": param[0]} if takes_param else {}
                 step = int(count) - unused.idle.get(spec.stack or path, 0)
-                change, new[path] = rule(grad, state.whole[path], step, **further)
-                if change.shape != grad.shape:
-                    raise ValueError(
-                        f"{shown}: for {path!r} of shape {list(grad.shape)} it returned an update of shape {list(change.shape)}"
-                    )
+                change, new[path] = _returned(rule(grad, state.whole[path], step, **further), shown, path, grad)
                 return change.to(travels)
 
             rows = [owned.leaf_map.views(tensors) for tensors in (means(grads, moving), *([moving] if takes_param else []))]
@@ -153,6 +150,22 @@ def _described(optimizer: str, init: Any, rule: Any, name: str | None) -> tuple[
         if not callable(given):
             raise TypeError(f"{optimizer}: {what}={given!r} is not callable")
     return str(name or getattr(rule, "__name__", type(rule).__name__)), "param" in inspect.signature(rule).parameters
+
+
+def _returned(given: Any, name: str, path: str, grad: Tensor) -> tuple[Tensor, Any]:
+    """The update and the new state that a rule returned for a leaf.
+
+    Raises:
+        TypeError: it returned something else.
+        ValueError: the update has another shape than the gradient.
+    """
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], Tensor):
+        raise TypeError(f"{name}: for {path!r} it returned {reprlib.repr(given)}, and not an update and the new state")
+    if given[0].shape != grad.shape:
+        raise ValueError(
+            f"{name}: for {path!r} of shape {list(grad.shape)} it returned an update of shape {list(given[0].shape)}"
+        )
+    return given
 
 
 # -- rules for leaves that may be sharded -------------------------------------------------------------------------------------
@@ -201,7 +214,7 @@ def per_leaf(
         name: for printing and errors; by default the rule's.
 
     Raises:
-        TypeError: ``init`` or ``rule`` is not callable.
+        TypeError: ``init`` or ``rule`` is not callable; in an update: it yields or returns something else.
         ValueError: a hyperparameter is negative; at ``init``: a leaf is sharded by ``tensor_parallel``, or the state has other
             shapes than the tensor; in an update: rules yield unequally often, or return another shape.
 
@@ -243,14 +256,19 @@ def per_leaf(
             for param, grad, *states in zip(*rows, strict=True):
                 more = {"param": at_least_fp32(param)} if takes_param else {}
                 runs.append(rule(at_least_fp32(grad), tree.unflatten(spec, states), count, **more))
-            results = parts.finished(runs, shown)
-            for (param, _, *states), (change, new) in zip(zip(*rows, strict=True), results, strict=True):
-                for old, value in zip((param, *states), (change, *tree.leaves(new)), strict=True):
-                    if old.shape != value.shape:
-                        raise ValueError(f"{shown}: of a part of shape {list(old.shape)} it made one of {list(value.shape)}")
+            paths = [leaf_map.leaves[leaf].path for leaf in parts.leaves]
+            for path, (param, _, *states), given in zip(
+                paths, zip(*rows, strict=True), parts.finished(runs, shown), strict=True
+            ):
+                change, new = _returned(given, shown, path, param)
+                news = tree.leaves(new)
+                if tree.structure(new) != spec or [getattr(x, "shape", None) for x in news] != [x.shape for x in states]:
+                    raise ValueError(
+                        f"{shown}: for {path!r} it returned the state {reprlib.repr(new)}; init made {spec} of this shape"
+                    )
                 moved = (lr * rate * change).to(param.dtype)  # before the param is written, which it may be a view of
                 param.mul_(1 - lr * rate * weight_decay).sub_(moved)
-                for old, value in zip(states, tree.leaves(new), strict=True):
+                for old, value in zip(states, news, strict=True):
                     old.copy_(value)
             return params, tree.replace(state, count=count)
 
