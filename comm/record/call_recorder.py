@@ -87,8 +87,13 @@ class CallRecorder(Protocol):
         """Adds a call of a function to the graph without tracing it, as its inner shapes depend on values; its result."""
         ...
 
-    def host(self, function: Callable[..., Any], given: Sequence[Tensor], memory: Sequence[Tensor] = ()) -> Tensor:
-        """Adds a call of a function of what tensors carry, and of memory that it may write; a tensor that carries its result."""
+    def host(
+        self, function: Callable[..., Any], given: Sequence[Tensor], memory: Sequence[Tensor] = (), like: Tensor | None = None
+    ) -> Tensor:
+        """Adds a call of a function of what tensors carry, and of memory that it may write: a tensor that carries its result.
+
+        With ``like`` the result itself is a tensor, of this shape and dtype.
+        """
         ...
 
     def labelled(self, name: str) -> AbstractContextManager[None]:

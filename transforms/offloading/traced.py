@@ -29,10 +29,10 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _node(function: Callable[..., Any], given: Sequence[Tensor], memory: Sequence[Tensor] = ()) -> Tensor:
+def _node(function: Callable[..., Any], given: Sequence[Tensor], memory: Sequence[Tensor] = (), **like: Tensor) -> Tensor:
     recorder: Any = current_recorder()
-    token: Tensor = recorder.host(function, given, memory)
-    return token
+    result: Tensor = recorder.host(function, given, memory, **like)
+    return result
 
 
 @attrs.define(eq=False)
@@ -91,13 +91,9 @@ class TracedOnDisk(TensorInfo, TracedLeaf):
         return _node(lambda handle: handle.begin(), [self.token])
 
     def end(self, begun: Tensor) -> Tensor:
-        """The tensor, once a node has waited for it."""
-        def copy(read: "Future[Tensor]", memory: Tensor) -> None:
-            memory.copy_(read.result().view(memory.shape))
-
+        """The tensor, which a node waits for."""
         values = torch.empty(self.shape, dtype=self.dtype)
-        _node(copy, [begun], [values])
-        return values
+        return _node(lambda read: read.result().view(self.shape), [begun], like=values)
 
     def detach(self) -> Tensor:
         """The tensor on its device."""
