@@ -51,7 +51,8 @@ def both(folder: Path, places: str, stage: int, ends: str, backend: str = "fx") 
 @pytest.mark.law(58)
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize(
-    ("places", "stage"), [("optimizer", 0), ("optimizer", 1), ("a part of it", 2), ("params, too", 3), ("params on the host", 3)]
+    ("places", "stage"),
+    [("optimizer", 0), ("optimizer", 1), ("a part of it", 2), ("params, too", 3), ("params on the host", 3)],
 )
 def test_a_step_with_files(places: str, stage: int, ends: str, tmp_path: Path) -> None:
     for found, expected in comm.simulate(both, tmp_path, places, stage, ends, world_size=2):

@@ -242,7 +242,7 @@ class StepGraph:
         return draw_cost(self.cost(machine, links=links), path, title=title)
 
     def _repr_html_(self) -> str:
-        calls = Counter((site.call.collective.name, site.group.name) for site in self.sites)
+        calls = Counter((call.name, call.site.group.name) for call in self.collectives())
         table = html_table(
             ["collective", "group", "calls"], [(*what, count) for what, count in calls.items()], caption=repr(self)
         )
@@ -254,7 +254,7 @@ class StepGraph:
 
     def __repr__(self) -> str:
         nodes, peak = len(self.module.graph.nodes), max(now.bytes for now in self.live().values())
-        return f"StepGraph({nodes} nodes, {len(self.sites)} collectives, at most {peak:,} bytes besides the state)"
+        return f"StepGraph({nodes} nodes, {len(self.collectives())} collectives, at most {peak:,} bytes besides the state)"
 
 
 def _as_result(x: Any, model: Any) -> Any:
