@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import nn
 import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
-from functional_ds.compiling import JitStep, JitWarning
-from tests.compiling.test_jit import Run, assert_same, blocks, own_batch, run, squared
+from functional_ds.compiling import JitStep
+from tests.compiling.test_jit import WIDTH, Run, assert_same, own_batch, run, squared
 from tests.planting import Bug, planted
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -29,14 +28,19 @@ ENDS: dict[str, tuple[Callable[[], Any], ...]] = {
 }
 
 
-def offloading(**places: Any) -> tuple[JitStep, fds.State]:
-    apply, params = fds.functional(blocks(count=2))
-    step = fds.jit(fds.compose(T.offload(**places), T.zero(3))(fds.train_step(squared(apply), fds.adamw(0.1))))
-    return step, step.init(params)
+STEPS = [("optimizer", 0), ("optimizer", 1), ("a part of it", 2), ("params, too", 3), ("params on the host", 3)]
 
 
 def two() -> nn.Module:
-    return blocks(count=2)
+    torch.manual_seed(0)
+    layers = ((nn.Linear(WIDTH, 96), nn.Tanh(), nn.Linear(96, WIDTH)) for _ in range(2))
+    return nn.Sequential(*(nn.Sequential(*layer) for layer in layers))
+
+
+def offloading(**places: Any) -> tuple[JitStep, fds.State]:
+    apply, params = fds.functional(two())
+    step = fds.jit(fds.compose(T.offload(**places), T.zero(3))(fds.train_step(squared(apply), fds.adamw(0.1))))
+    return step, step.init(params)
 
 
 def both(folder: Path, places: str, stage: int, ends: str, backend: str = "fx") -> tuple[Run, Run]:
@@ -50,10 +54,7 @@ def both(folder: Path, places: str, stage: int, ends: str, backend: str = "fx") 
 
 @pytest.mark.law(58)
 @pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize(
-    ("places", "stage"),
-    [("optimizer", 0), ("optimizer", 1), ("a part of it", 2), ("params, too", 3), ("params on the host", 3)],
-)
+@pytest.mark.parametrize(("places", "stage"), STEPS)
 def test_a_step_with_files(places: str, stage: int, ends: str, tmp_path: Path) -> None:
     for found, expected in comm.simulate(both, tmp_path, places, stage, ends, world_size=2):
         assert found[2] == []
@@ -89,14 +90,19 @@ def failing(folder: Path) -> tuple[str, bool]:
     right = path.read_bytes()
     if comm.world().rank == 1:
         path.write_bytes(right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :])
-    with pytest.raises(T.OffloadError) as error:
+    message = ""
+    try:
         step(state, own_batch(2))
+    except T.OffloadError as error:
+        message = str(error)
     path.write_bytes(right)
+    if not message:
+        return "", False
     assert all(map(torch.equal, fds.tree.leaves(T.offloading.fetched(state)), fds.tree.leaves(before)))
     state, other = step(state, own_batch(2))[0], fds.Step.__call__(eager, other, own_batch(2))[0]
     assert all(map(torch.equal, *(fds.tree.leaves(T.offloading.fetched(x)) for x in (state, other))))
     assert step.reasons == []
-    return str(error.value), path.name in str(error.value)
+    return message, path.name in message
 
 
 @pytest.mark.law(58)
@@ -104,7 +110,8 @@ def test_no_rank_goes_on_alone(tmp_path: Path) -> None:
     """A file of one rank goes wrong: all ranks raise, none has changed its state, and all go on once it is right."""
     (other, _), (own, names_it) = comm.simulate(failing, tmp_path, world_size=2)
     assert "1 other ranks" in other
-    assert names_it and "are not those that were written" in own
+    assert names_it
+    assert "are not those that were written" in own
 
 
 @pytest.mark.law(58)
@@ -152,10 +159,6 @@ def test_a_checkpoint_in_between(tmp_path: Path) -> None:
 # -- bugs --------------------------------------------------------------------------------------------------------------
 
 
-def in_a_folder(law: Callable[..., None], tmp_path: Path) -> None:
-    law(tmp_path)
-
-
 BUGS: list[tuple[Callable[[Path], Any], Bug]] = [
     (
         test_no_rank_goes_on_alone,
@@ -177,10 +180,10 @@ BUGS: list[tuple[Callable[[Path], Any], Bug]] = [
     (
         lambda folder: test_a_step_with_files("optimizer", 1, "fp32", folder),
         Bug(
-            "a graph writes what it has read",
-            "transforms.offloading.traced:TracedVersion.write",
-            "staged.copy_(values)",
-            "pass",
+            "a graph reads the first piece again and again",
+            "transforms.offloading.traced:TracedOnDisk.read_piece",
+            "index",
+            "0",
         ),
     ),
 ]
