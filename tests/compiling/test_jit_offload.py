@@ -174,10 +174,6 @@ BUGS: list[tuple[Callable[[Path], Any], Bug]] = [
         Bug("the vote is not looked at", "transforms.offloading.update:_settle", "if error is not None: ...", "if False: ..."),
     ),
     (
-        test_each_state_has_its_own_files,
-        Bug("a graph takes any state's files", "transforms.offloading.handles:OnDisk.kind", "self.disk", "None"),
-    ),
-    (
         lambda folder: test_a_step_with_files("optimizer", 1, "fp32", folder),
         Bug(
             "a graph reads the first piece again and again",
