@@ -125,7 +125,7 @@ class _Offload:
             str(self),
             check=self.check,
             slot="offload",
-            traits=[Trait.OFFLOADS, Trait.HEEDS_SKIPS, *([] if self.root is None else [Trait.USES_FILES])],
+            traits=[Trait.OFFLOADS, Trait.HEEDS_SKIPS],
             options={"places": self.options},  # ranks may have different folders
             init=self.init,
             scatter=self.scatter,

@@ -31,7 +31,6 @@ class Trait(Enum):
     COPIES_PARAMS = auto()  # keeps a copy of the params in its slot: masters, averages
     OFFLOADS = auto()  # moves params, slots or the optimizer's state off the device
     RESIDENT_SLOT = auto()  # its slot must stay on the device
-    USES_FILES = auto()  # reads and writes files in each step
     CASTS = auto()  # stores params in another dtype than the optimizer updates
     HEEDS_SKIPS = auto()  # handles steps that a loss scale skips: update and slot change only as they must
 

@@ -54,7 +54,7 @@ def run(
             told.append({name: repr(value.item()) for name, value in metrics.items()})
         told.append({"evaluated": repr(step.evaluate(state, batch).item())})
     rows = [row for row in book.rows if not row.group.endswith(("/control", "/jit"))]
-    return told, fds.tree.leaves(state), step.reasons if jits else [], rows
+    return told, fds.tree.leaves(T.offloading.fetched(state)), step.reasons if jits else [], rows
 
 
 def assert_same(found: Run, expected: Run, *, sent: bool = True) -> None:

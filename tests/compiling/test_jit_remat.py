@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,44 +138,6 @@ def test_buffers() -> None:
     found, expected = both([lambda: T.remat("*")], Counted, squared, "fx")
     assert found[2] == []
     assert_same(found, expected)
-
-
-# -- offload -----------------------------------------------------------------------------------------------------------
-
-
-def offloading(**places: Any) -> tuple[fds.compiling.JitStep, fds.State]:
-    apply, params = fds.functional(two())
-    step = fds.jit(fds.compose(T.offload(**places), T.zero(3))(fds.train_step(squared(apply), fds.adamw(0.1))))
-    return step, step.init(params)
-
-
-@pytest.mark.law(58)
-def test_a_checkpoint_of_an_offloaded_state_in_between(tmp_path: Path) -> None:
-    step, state = offloading(optimizer="cpu", params="cpu")
-    for i in range(2):
-        state, _ = step(state, own_batch(i))
-    fds.save(state, tmp_path)
-    again, like = offloading(optimizer="cpu", params="cpu")
-    loaded = fds.load(tmp_path, like=like)
-    for i in range(2, 5):
-        state, loaded = step(state, own_batch(i))[0], again(loaded, own_batch(i))[0]
-        assert torch.equal(step.evaluate(state, own_batch(9)), again.evaluate(loaded, own_batch(9)))
-    assert all(map(torch.equal, fds.tree.leaves(state), fds.tree.leaves(loaded)))
-    assert step.reasons == again.reasons == []
-
-
-@pytest.mark.law(58)
-def test_files_stay_eager(tmp_path: Path) -> None:
-    """With one reason, however many versions its files have."""
-    (step, state), (plain, other) = offloading(optimizer="disk", path=tmp_path), offloading(optimizer="cpu")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", JitWarning)
-        for i in range(4):
-            state, metrics = step(state, own_batch(i))
-            other, expected = plain(other, own_batch(i))
-            assert torch.equal(metrics["loss"], expected["loss"])
-    assert len(told) == len(step.reasons) == 1
-    assert "reads and writes files while the step runs" in step.reasons[0]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from functional_ds.base.disk.direct_io import DirectFile, padded
 from functional_ds.base.disk.files import FileLock, lock_folder, open_regular, process_note, reserve
+from functional_ds.comm.record.call_recorder import Outside
 from functional_ds.step.state.state import UpdateError
 
 _PREFIX = "fds-offload-"
@@ -224,7 +225,7 @@ class DiskTraffic:
 
 
 @attrs.define(eq=False)
-class Disk:
+class Disk(Outside):
     """A folder's files, and the threads that read and write them.
 
     Attributes:

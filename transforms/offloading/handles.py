@@ -1,6 +1,5 @@
 """Handles: leaves of a state whose values are not in the device's memory."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,34 +13,16 @@ from functional_ds.base import tree
 from functional_ds.base.device_streams import Arrival
 from functional_ds.base.disk.direct_io import aligned, padded
 from functional_ds.base.tree import NAMESPACE
+from functional_ds.comm.record.call_recorder import GraphLeaf
 
 from .files import Disk, Extent, OffloadError, VersionedFile
 from .prefetch import Prefetcher
-
-
-class _TensorInfo:
-    """What a leaf with a ``shape`` and a ``dtype`` answers without its values."""
-
-    def numel(self: Any) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self: Any) -> int:
-        """Bytes of the tensor."""
-        return int(self.numel() * self.dtype.itemsize)
-
-    def is_floating_point(self: Any) -> bool:
-        """Whether the tensor is floating-point."""
-        return bool(self.dtype.is_floating_point)
-
-    def is_complex(self: Any) -> bool:
-        """Whether the tensor is complex."""
-        return bool(self.dtype.is_complex)
+from .tensor_info import TensorInfo, begins_with, typed
+from .traced import TracedOnDisk
 
 
 @attrs.frozen(eq=False, repr=False)
-class OnDisk(_TensorInfo):
+class OnDisk(TensorInfo, GraphLeaf):
     """A tensor in a file: an immutable value, whose disk space is freed with the last reference to it.
 
     Copies of a state may share it, because an update writes new values elsewhere. ``detach()`` returns the tensor on its
@@ -134,7 +115,7 @@ class OnDisk(_TensorInfo):
             OffloadError: the disk is full, or cannot be written.
             ValueError: there are more or fewer elements.
         """
-        version, count = Version(self.shape, self.dtype, self.chunk, self.extent.file, self.disk, self.prefetcher), 0
+        version, count = self.version(), 0
         for piece in _rechunked(pieces, self.chunk):
             count += piece.numel()
             if count <= self.numel():
@@ -142,6 +123,23 @@ class OnDisk(_TensorInfo):
         if count != self.numel():
             raise ValueError(f"pieces: they have {count} elements, and {self!r} has {self.numel()}")
         return version.done()
+
+    def version(self) -> "Version":
+        """Space for its next version.
+
+        Raises:
+            OffloadError: the disk is full.
+        """
+        return Version(self.shape, self.dtype, self.chunk, self.extent.file, self.disk, self.prefetcher)
+
+    @property
+    def kind(self) -> Any:
+        """What a graph depends on of it; the disk, as the state that a graph returns has the storage of its trace."""
+        return OnDisk, self.shape, self.dtype, self.chunk, self.disk
+
+    def in_graph(self, token: Tensor) -> TracedOnDisk:
+        """What stands for it while its step is traced."""
+        return TracedOnDisk(self.shape, self.dtype, self.chunk, self.prefetcher, token)
 
     @property
     def _stride(self) -> int:
@@ -180,7 +178,7 @@ class Version:
         """Starts to write the next piece, which is in ``room``, whole pages of memory, or is copied there."""
         nbytes = values.numel() * self.dtype.itemsize
         staged = typed(room, self.dtype, values.shape)
-        if staged.data_ptr() != values.data_ptr():
+        if not begins_with(staged, values):
             staged.copy_(values)
         offset = len(self.writes) * padded(self.chunk * self.dtype.itemsize)
         self.writes.append(self.disk.write(self._extent, offset, data=room[: padded(nbytes)], nbytes=nbytes))
@@ -197,7 +195,7 @@ class Version:
 
 
 @tree.record
-class OnHost(_TensorInfo):
+class OnHost(TensorInfo):
     """A tensor in host memory that is used on a device; ``detach()`` returns it there.
 
     Attributes:
@@ -239,7 +237,7 @@ class OnHost(_TensorInfo):
 
 
 @attrs.frozen
-class OnPaper(_TensorInfo):
+class OnPaper(TensorInfo):
     """A tensor on disk in a state without values, which only counts its bytes."""
 
     shape: torch.Size
@@ -258,7 +256,7 @@ class OnPaper(_TensorInfo):
 
 def is_handle(leaf: Any) -> bool:
     """Whether a leaf is a handle."""
-    return isinstance(leaf, OnDisk | OnHost)
+    return isinstance(leaf, OnDisk | OnHost | TracedOnDisk)
 
 
 def fetched(state: Any) -> Any:
@@ -303,9 +301,3 @@ def _rechunked(pieces: Iterable[Tensor], size: int) -> Iterator[Tensor]:
         yield from whole
     if rest.numel():
         yield rest
-
-
-def typed(memory: Tensor, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-    """The first bytes of memory as a tensor."""
-    size = torch.Size(shape)
-    return memory[: size.numel() * dtype.itemsize].view(dtype).view(size)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.device_streams import CopyStream
 from functional_ds.base.disk.direct_io import aligned, padded
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.step.state.state import State
 
 from .files import Disk, DiskTraffic, ScratchFolder
-from .handles import OnHost, Version, typed
+from .handles import OnHost, Version
 from .plan import OffloadedLeaf, OffloadPlan, StateTensor
 from .prefetch import Prefetcher
+from .tensor_info import typed
 
 PARAM, GRAD = 0, -1  # the indices of a unit's param among its tensors, and of its gradient, which is none of them
 GRAD_BYTES = 16  # of an element of any dtype
@@ -148,11 +151,15 @@ class Storage(tree.Uncompared):
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers, each as large as the largest unit's piece; made when they are first used."""
-        if not self._pool:
+        """The buffers, each as large as the largest unit's piece; made when they are first used, and by each graph."""
+        traced = current_recorder() is not None
+        if traced or not self._pool:
             nbytes = max((region.stop for regions in self.regions.values() for region in regions.values()), default=0)
-            rooms = (aligned(nbytes, pinned=self.cuda) for _ in range(self.buffer_count))
-            self._pool = tuple(Buffer(room, self.incoming, self.outgoing) for room in rooms)
+            makes = torch.ops.functional_ds.aligned if traced else partial(aligned, pinned=self.cuda)
+            pool = tuple(Buffer(makes(nbytes), self.incoming, self.outgoing) for _ in range(self.buffer_count))
+            if traced:
+                return pool
+            self._pool = pool
         return self._pool
 
     def version(self, unit: OffloadedLeaf, tensor: StateTensor) -> Version:

@@ -16,17 +16,20 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import storage_id
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.worlds.current import current_recorder
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 
 from .files import OffloadError
-from .handles import OnHost, Version, is_handle, typed
+from .handles import OnHost, Version, is_handle
 from .leaf_states import assembled, beside_params, content, flat, on_device, parted, without_leaves
 from .plan import LeafPiece, OffloadedLeaf, OffloadPlan, StateTensor, cut
 from .prefetch import refuse_streams
 from .storage import GRAD, PARAM, Buffer, Storage
+from .tensor_info import begins_with, typed
+from .traced import failed, settled
 
 
 @attrs.define(eq=False, repr=False)
@@ -42,6 +45,7 @@ class Transaction:
         old: for each unit the leaves of its content before the update.
         new: after it; complete after ``commit``.
         error: the first error of a file. Later reads and writes are ignored.
+        transfers: the reads and writes of a step that is traced, whose errors a node of its graph finds.
     """
 
     storage: Storage
@@ -49,6 +53,7 @@ class Transaction:
     old: list[list[Any]]
     new: list[list[Any]] = attrs.field(init=False)
     error: OffloadError | None = None
+    transfers: list[Any] = attrs.field(factory=list)
     _versions: dict[tuple[int, int], Version] = attrs.field(factory=dict)
     _params: dict[int, Tensor] = attrs.field(factory=dict)  # new values of params in memory
     _holders: Counter[int] = attrs.field(init=False)  # how many gradients share a storage
@@ -92,17 +97,18 @@ class Transaction:
             elif tensor.place == "disk":
                 with self.noting_errors():
                     if self.error is None:
-                        write = self._version(unit, i, tensor).write(value, buffer.memory[regions[i]])
+                        write = self._version(unit.leaf, i).write(value, buffer.memory[regions[i]])
                         buffer.writes = (*buffer.writes, write)
+                        self.transfers.append(write)
             elif i in regions:
                 buffer.copy_out(regions[i], value, piece.of(tensor, self._param(unit)))
-            elif not _begins_with(current := self.in_memory(piece, i, tensor), value):
+            elif not begins_with(current := self.in_memory(piece, i, tensor), value):
                 current.copy_(value)
 
-    def _version(self, unit: OffloadedLeaf, i: int, tensor: StateTensor) -> Version:
-        if (unit.leaf, i) not in self._versions:
-            self._versions[unit.leaf, i] = self.storage.version(unit, tensor)
-        return self._versions[unit.leaf, i]
+    def _version(self, leaf: int, i: int) -> Version:
+        if (leaf, i) not in self._versions:
+            self._versions[leaf, i] = self.old[leaf][i].version()
+        return self._versions[leaf, i]
 
     def _param(self, unit: OffloadedLeaf) -> Tensor:
         """The memory for the new values of a param in memory."""
@@ -142,12 +148,6 @@ class Transaction:
 def _values(leaf: Any) -> Tensor:
     tensor: Tensor = leaf.host if isinstance(leaf, OnHost) else leaf
     return tensor
-
-
-def _begins_with(target: Tensor, value: Tensor) -> bool:
-    """Whether both begin at the same address; tensors without values have none."""
-    places = [(storage_id(x), x.storage_offset() * x.element_size()) for x in (target, value)]
-    return places[0] == places[1]
 
 
 _HOST = torch.device("cpu")
@@ -223,6 +223,15 @@ class PieceUpdate:
         return self._answers[name]
 
 
+def _settle(error: OffloadError | None, count: Tensor) -> None:
+    """Raises this rank's error, or one that says that other ranks have some."""
+    others = int(count)
+    if error is not None:
+        raise error
+    if others:
+        raise OffloadError(f"offload: the files of {others} other ranks went wrong; no rank has changed its state")
+
+
 @attrs.define(eq=False, repr=False)
 class Update:
     """One update of an offloaded state by the inner update.
@@ -259,8 +268,9 @@ class Update:
         if disk is not None:
             self._vote()
             self._update_resident(resident)
-            disk.traffic.waited += self._waited
-            disk.traffic.computed += perf_counter() - began - self._waited
+            if current_recorder() is None:
+                disk.traffic.waited += self._waited
+                disk.traffic.computed += perf_counter() - began - self._waited
         for unit in offloaded:
             self.changes.commit(unit)
         return self.inner.whole(self.changes.new)
@@ -318,6 +328,7 @@ class Update:
         piece, buffer = fetching.piece, fetching.buffer
         regions = self.storage.regions[piece.unit.leaf]
         with self._waiting():
+            self.changes.transfers.extend(fetching.reads.values())
             for i, read in fetching.reads.items():
                 with self.changes.noting_errors():
                     read.result()
@@ -349,13 +360,13 @@ class Update:
         """
         self.inner.first()
         state, error = self.inner.state, self.changes.error
-        failed = torch.full((), float(error is not None), device=state.step.device)  # no copy, which would stop the host
+        if current_recorder() is not None:
+            wrong = failed(self.changes.transfers)
+            settled(_settle, wrong, self.inner.step.sum_over_ranks(state, wrong))
+            return
+        wrong = torch.full((), float(error is not None), device=state.step.device)  # no copy, which would stop the host
         with self._waiting():  # for the slowest rank
-            count = int(self.inner.step.sum_over_ranks(state, failed))
-        if error is not None:
-            raise error
-        if count:
-            raise OffloadError(f"offload: the files of {count} other ranks went wrong; no rank has changed its state")
+            _settle(error, self.inner.step.sum_over_ranks(state, wrong))
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -23,7 +23,8 @@ from functional_ds.comm.worlds.current import recording
 from functional_ds.dry_run.operations import OperationCounter, SizedOperation
 from functional_ds.step.axes import axes, with_axes
 
-from .graph_collectives import GraphRecorder, site_here
+from .graph_collectives import GraphRecorder, carrying_out, site_here
+from .host_calls import HostSite
 
 
 @attrs.frozen(eq=False)
@@ -242,7 +243,17 @@ class _AxesOutside(dict[str, Any]):
 
 
 class StepRecorder(GraphRecorder):
-    """Records collectives into a graph, and functions whose inner sizes depend on values."""
+    """Records collectives into a graph, functions whose inner sizes depend on values, and functions on the host."""
+
+    def host(
+        self, function: Callable[..., Any], given: Sequence[Tensor], memory: Sequence[Tensor] = (), like: Tensor | None = None
+    ) -> Tensor:
+        """A node that calls a function of what tensors carry, and of memory; its result is like ``like``, or carried."""
+        self.sites.append(HostSite(function, like))  # type: ignore[arg-type]
+        tensors = [[x.detach() for x in given], [x.detach() for x in memory]]
+        with carrying_out(self.sites):
+            result: Tensor = torch.ops.functional_ds.host(*tensors, len(self.sites) - 1)
+        return result
 
     def eager(self, function: Callable[..., Tensor], xs: Sequence[Tensor]) -> Tensor:
         """Two nodes: a call of the function here, and another in the backward pass.

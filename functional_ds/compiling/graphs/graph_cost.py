@@ -19,6 +19,7 @@ from functional_ds.dry_run.operations import SizedOperation, operation_of
 from .eager_calls import RUN_BACKWARD, InnerCall, eager_site
 from .graph_collectives import START, WAIT, CallSite, site_of
 from .graph_nodes import OPERATOR, PHASE
+from .host_calls import HOST
 
 if TYPE_CHECKING:
     from functional_ds.scaling.machine import Machine
@@ -305,6 +306,8 @@ def graph_cost(
             clock.begin(node, site, xs)
         elif node.target is WAIT:
             clock.wait(node)
+        elif node.target is HOST:
+            raise ValueError("the step reads and writes files, and no machine says how fast its disk is: predict one without")
         elif node.op == "call_function" and isinstance(node.target, OPERATOR):
             clock.compute(node, _operation(node), _name(node))
         elif node.op == "output":

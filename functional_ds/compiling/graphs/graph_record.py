@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.comm.algorithms.cost import Link
-from functional_ds.comm.record.call_recorder import TraceNotes
+from functional_ds.comm.record.call_recorder import GraphLeaf, TracedLeaf, TraceNotes
 from functional_ds.comm.record.notebook import html_table, html_text
 from functional_ds.step.state.state import State
 
@@ -23,6 +23,7 @@ from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
 from .graph_cost import GraphCost, InMemory, graph_cost
 from .graph_draw import draw_cost
 from .graph_nodes import PHASE, RECOMPUTED, UNIT, JoinedUnits, root_of
+from .host_calls import carried, carrier
 
 if TYPE_CHECKING:
     from functional_ds.scaling.machine import Machine
@@ -131,11 +132,12 @@ class StepGraph:
 
     def taken(self, leaves: Sequence[Any]) -> list[Any]:
         """The graph's inputs: the leaves of a state and of a batch, and the modules' present buffers."""
-        return [*leaves, *(store.get(key) for store, key in self.buffers)]
+        given = (carrier(leaf) if isinstance(leaf, GraphLeaf) else leaf for leaf in leaves)
+        return [*given, *(store.get(key) for store, key in self.buffers)]
 
     def given(self, leaves: Sequence[Any]) -> tuple[State, dict[str, Tensor]]:
         """A result's leaves as the result, with their marks."""
-        marked = [like_marked(x, model) if isinstance(x, Tensor) else x for x, model in zip(leaves, self.outputs, strict=True)]
+        marked = [_as_result(x, model) for x, model in zip(leaves, self.outputs, strict=True)]
         result: tuple[State, dict[str, Tensor]] = tree.unflatten(self.gives, marked)
         return result
 
@@ -240,7 +242,7 @@ class StepGraph:
         return draw_cost(self.cost(machine, links=links), path, title=title)
 
     def _repr_html_(self) -> str:
-        calls = Counter((site.call.collective.name, site.group.name) for site in self.sites)
+        calls = Counter((call.name, call.site.group.name) for call in self.collectives())
         table = html_table(
             ["collective", "group", "calls"], [(*what, count) for what, count in calls.items()], caption=repr(self)
         )
@@ -252,7 +254,14 @@ class StepGraph:
 
     def __repr__(self) -> str:
         nodes, peak = len(self.module.graph.nodes), max(now.bytes for now in self.live().values())
-        return f"StepGraph({nodes} nodes, {len(self.sites)} collectives, at most {peak:,} bytes besides the state)"
+        return f"StepGraph({nodes} nodes, {len(self.collectives())} collectives, at most {peak:,} bytes besides the state)"
+
+
+def _as_result(x: Any, model: Any) -> Any:
+    """A graph's output as the leaf that it stands for."""
+    if isinstance(model, TracedLeaf):
+        return carried(x)
+    return like_marked(x, model) if isinstance(x, Tensor) else x
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import FakeTensorMode, buffers_of, schema_of
+from functional_ds.comm.record.call_recorder import GraphLeaf, Outside, TracedLeaf
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.worlds.current import recording
 from functional_ds.step.phases import Trait
@@ -27,6 +28,7 @@ from .eager_calls import RUN, RUN_BACKWARD, StepRecorder
 from .graph_collectives import carrying_out
 from .graph_nodes import PHASE, RECOMPUTED, tagged
 from .graph_record import StepGraph
+from .host_calls import carrier
 from .known_indices import KnownIndices
 
 _PHASES = {"view": "view", "loss": "forward", "gradients": "backward", "reduce": "reduce", "update": "update"}
@@ -78,19 +80,18 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     def function(*inputs: Any) -> list[Any]:
         given = inputs[: len(leaves)]
         recorder.notes.buffers = dict(zip(passing, inputs[len(leaves) :], strict=True))
-        marked_leaves = [
-            like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf for x, leaf in zip(given, leaves, strict=True)
-        ]
+        marked_leaves = [_as_traced(x, leaf) for x, leaf in zip(given, leaves, strict=True)]
         with known:
             results, spec = tree.flatten(Step.__call__(marked, *tree.unflatten(takes, marked_leaves)))
         results = [known.traced(x) for x in results]
         gives.append(spec)
         outputs.append(results)
+        results = [x.token if isinstance(x, TracedLeaf) else x for x in results]
         return [x.detach() if isinstance(x, Tensor) else x for x in results]
 
     mode = FakeTensorMode()  # knows no symbols, so a value that is read on the host is an error
     held = [store[key] for store, key in passing.values()]
-    inputs = _at_places([*leaves, *held])
+    inputs = _at_places([*(carrier(x) if isinstance(x, GraphLeaf) else x for x in leaves), *held])
     fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
     try:
         with _caches_as_before(state), recording(recorder), carrying_out(recorder.sites), mode, _NoAddresses(known):
@@ -104,6 +105,13 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     module.recompile()
     recorder.notes.buffers = {}
     return StepGraph(module, recorder.sites, takes, gives[0], outputs[0], recorder.notes, [*passing.values()])
+
+
+def _as_traced(x: Any, leaf: Any) -> Any:
+    """A graph's input as the leaf that it stands for."""
+    if isinstance(leaf, GraphLeaf):
+        return leaf.in_graph(x)
+    return like_marked(x, leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _at_places(leaves: Sequence[Any]) -> list[Any]:
@@ -210,7 +218,7 @@ def _caches_as_before(state: State) -> Iterator[None]:
 
 
 def _look(value: Any, caches: dict[int, tuple[Any, dict[str, Any]]], seen: set[int]) -> None:
-    if id(value) in seen or isinstance(value, (Tensor, nn.Module, Group)):
+    if id(value) in seen or isinstance(value, (Tensor, nn.Module, Group, Outside)):
         return
     seen.add(id(value))
     if attrs.has(type(value)):

@@ -14,6 +14,7 @@ from functional_ds.base.torch_private import quick_call_of
 from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, results_of, site_of, starter_of
 from functional_ds.compiling.graphs.graph_nodes import OPERATOR, base_of, is_view
+from functional_ds.compiling.graphs.host_calls import HOST
 
 _QUICK: dict[Any, Callable[..., Any]] = {  # the same operators by torch's own parser of arguments, which is faster
     torch.ops.aten.add.Tensor: torch.add,
@@ -82,9 +83,9 @@ def _carried_out(graph: fx.Graph, sites: Sequence[CallSite]) -> fx.Graph:
             copy.target, copy.args = starter_of(sites[site_of(node)]), copy.args[:1]
         elif node.target is WAIT:
             copy.target, copy.args = results_of, copy.args[:2]
-        elif node.target in (RUN, RUN_BACKWARD):
+        elif node.target in (RUN, RUN_BACKWARD, HOST):
             site: Any = sites[int(str(node.args[-1]))]
-            copy.target, copy.args = site.run if node.target is RUN else site.run_backward, copy.args[:-1]
+            copy.target, copy.args = site.run_backward if node.target is RUN_BACKWARD else site.run, copy.args[:-1]
     return new
 
 

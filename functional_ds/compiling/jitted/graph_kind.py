@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
+from functional_ds.comm.record.call_recorder import GraphLeaf
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State
 
@@ -54,6 +55,8 @@ def is_settled(state: State) -> bool:
 
 def leaf_kind(leaf: Any) -> Any:
     """What a graph depends on of one leaf."""
+    if isinstance(leaf, GraphLeaf):
+        return leaf.kind
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # 0.0 is not -0.0, and nan is nan
     bits = leaf.is_conj(), leaf.is_neg()

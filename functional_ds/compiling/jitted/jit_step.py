@@ -20,7 +20,6 @@ from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
 from functional_ds.step.axes import EAGER_FIRST
 from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.phase_signatures import Metrics
-from functional_ds.step.phases import Trait
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State, mark_donated, refuse_open
 from functional_ds.step.step import Step
@@ -35,9 +34,8 @@ from .region_compiler import RegionCode, RegionError, check_backend
 if TYPE_CHECKING:
     from functional_ds.scaling.machine import Machine
 
-_NOT_TRACED: dict[Trait | AxisRole, str] = {
+_NOT_TRACED: dict[AxisRole, str] = {
     AxisRole.STAGES: "runs stages by messages",
-    Trait.USES_FILES: "reads and writes files while the step runs",
 }
 
 
