@@ -31,34 +31,6 @@ class UnitGathering:
     keeps_first_level: bool
 
 
-class Outside:
-    """What a trace leaves as it is, such as files, and what is in them."""
-
-
-class GraphLeaf(Outside):
-    """A leaf of a state that is no tensor, and a tensor of the graph carries it.
-
-    Attributes:
-        kind: what a graph depends on of it.
-    """
-
-    kind: Any
-
-    def in_graph(self, token: Tensor) -> "TracedLeaf":
-        """What stands for it while its step is traced."""
-        raise NotImplementedError
-
-
-class TracedLeaf:
-    """A leaf of a traced state.
-
-    Attributes:
-        token: the graph's tensor that carries it.
-    """
-
-    token: Tensor
-
-
 @attrs.define(eq=False)
 class TraceNotes:
     """What a step notes while it is traced, for graph passes and for the next state.
@@ -110,15 +82,6 @@ class CallRecorder:
     def eager(self, function: Callable[..., Tensor], xs: Sequence[Tensor]) -> Tensor:
         """Calls a function; a graph has it as one call, as its inner shapes depend on values."""
         return function(*xs)
-
-    def host(
-        self, function: Callable[..., Any], given: Sequence[Tensor], memory: Sequence[Tensor] = (), like: Tensor | None = None
-    ) -> Tensor:
-        """Adds a call of a function of what tensors carry, and of memory that it may write: a tensor that carries its result.
-
-        With ``like`` the result itself is a tensor, of this shape and dtype.
-        """
-        ...
 
     def labelled(self, name: str) -> AbstractContextManager[None]:
         """Labels the collectives inside the block, and the operations around them."""

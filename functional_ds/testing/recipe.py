@@ -5,7 +5,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import attrs
@@ -126,7 +125,7 @@ class Recipe:
         scope: dict[str, Any] = {"T": T, "mean_over_ranks": mean_over_ranks}
         groups: list[comm.Group] = []
         if self.axes:
-            sizes = dict(zip_longest(self.axes, setup.along, fillvalue=1))
+            sizes = dict(zip(self.axes, setup.along or [1] * len(self.axes), strict=True))
             order = sorted(sizes, key=lambda axis: not AXES[axis][0])  # ranks with other rows are neighbours
             scope["mesh"] = mesh = comm.mesh(**{axis: sizes[axis] for axis in order}, dp=setup.ranks // setup.parts)
             groups = [mesh["dp" if name == "edp" else name] for name in groups_of(self.axes)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.device_streams import CopyStream
 from functional_ds.base.disk.direct_io import aligned, padded
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.step.state.state import State
 
 from .files import Disk, DiskTraffic, ScratchFolder
@@ -152,7 +152,7 @@ class Storage(tree.Uncompared):
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """The buffers, each as large as the largest unit's piece; made when they are first used, and by each graph."""
-        traced = current_recorder() is not None
+        traced = recorder().traces
         if traced or not self._pool:
             nbytes = max((region.stop for regions in self.regions.values() for region in regions.values()), default=0)
             makes = torch.ops.functional_ds.aligned if traced else partial(aligned, pinned=self.cuda)

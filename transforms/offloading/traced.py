@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.disk.direct_io import aligned, padded
-from functional_ds.comm.record.call_recorder import TracedLeaf
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.record.graph_leaf import TracedLeaf
+from functional_ds.comm.worlds.current import recorder
 
 from .files import OffloadError
 from .prefetch import Prefetcher
@@ -30,8 +30,8 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _node(function: Callable[..., Any], given: Sequence[Tensor], memory: Sequence[Tensor] = (), **like: Tensor) -> Tensor:
-    recorder: Any = current_recorder()
-    result: Tensor = recorder.host(function, given, memory, **like)
+    into: Any = recorder()
+    result: Tensor = into.host(function, given, memory, **like)
     return result
 
 

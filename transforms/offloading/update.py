@@ -16,7 +16,7 @@ from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import storage_id
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.worlds.current import current_recorder
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.sharding.leaf_map import LeafMap
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.state import State
@@ -268,7 +268,7 @@ class Update:
         if disk is not None:
             self._vote()
             self._update_resident(resident)
-            if current_recorder() is None:
+            if not recorder().traces:
                 disk.traffic.waited += self._waited
                 disk.traffic.computed += perf_counter() - began - self._waited
         for unit in offloaded:
@@ -360,7 +360,7 @@ class Update:
         """
         self.inner.first()
         state, error = self.inner.state, self.changes.error
-        if current_recorder() is not None:
+        if recorder().traces:
             wrong = failed(self.changes.transfers)
             settled(_settle, wrong, self.inner.step.sum_over_ranks(state, wrong))
             return

@@ -269,7 +269,7 @@ class StepRecorder(GraphRecorder):
             fresh = [x.detach() for x in xs]
             kept = _Kept.of(fresh)
             tracer: Any = mode and mode.tracer
-            with recording(trial), with_axes(_AxesOutside(axes())), _WorkOfCall(tracer, trial.work) as seen:  # type: ignore[arg-type]
+            with recording(trial), with_axes(_AxesOutside(axes())), _WorkOfCall(tracer, trial.work) as seen:
                 out = kept.called(function, fresh, asks)
                 forward = [*trial.work]
                 if out.requires_grad:
