@@ -13,8 +13,9 @@ from torch import Tensor
 
 from functional_ds.base import tree as pytree
 from functional_ds.base.marks import is_dtensor
-from functional_ds.base.torch_private import has_tangent
+from functional_ds.base.torch_private import has_tangent, is_fake
 from functional_ds.comm.record.group import Group, Ready, call_site, poll_all
+from functional_ds.comm.record.ledger import LedgerCall, begin
 from functional_ds.comm.record.pending import Pending, Request
 from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.table.errors import CommError
@@ -93,7 +94,25 @@ def _begin(call: Call, leaves: Sequence[Tensor], group: Group, here: CallContext
     row = call.collective
     if row.alone is not None:
         return Ready([row.alone(leaf.detach().contiguous(), here) for leaf in leaves])
-    return recorder().start(call, leaves, group, here, beside=beside, early=early)
+    if (taker := recorder()).records:
+        return taker.start(call, leaves, group, here, beside=beside, early=early)
+    if any(map(is_fake, leaves)):
+        return Ready([outline(call, leaf, here) for leaf in leaves])
+    ledgers = group.world.ledgers
+    began = begin(ledgers, leaves) if ledgers else 0.0
+    handle = group.world.start(call, leaves, group, beside=beside)
+    for ledger in ledgers:
+        handle = ledger.record(LedgerCall(call, leaves, here, group.name, group.ranks), handle, began, early=early)
+    return handle
+
+
+def outline(call: Call, leaf: Tensor, here: CallContext) -> Tensor:
+    """The result of a call on fake tensors, assuming that all ranks pass the same shapes; nothing is sent."""
+    if call.collective.private:  # other ranks' sizes differ; this rank's options give the shape of its result
+        return call.collective.on_shapes(leaf.detach(), here)
+    members = list(call.collective.members(here.options, here.n))
+    outputs = call.collective.denotation([leaf.detach()] * len(members), call.merged([call.private()] * len(members)))
+    return outputs[members.index(here.rank)]
 
 
 def _finish(started: Sequence[StartedCall], group: Group) -> list[list[Tensor]]:

@@ -1,18 +1,64 @@
 """The current thread's world, and the recorder of its collectives while a step is traced."""
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from functional_ds.base.torch_private import detect_fake_mode, has_values
+from functional_ds.base.torch_private import detect_fake_mode, disable_dispatch_modes, has_values
 from functional_ds.base.tree import setting
-from functional_ds.comm.record.call_recorder import CallRecorder
+from functional_ds.comm.record.graph_notes import UnitGathering
 from functional_ds.comm.record.group import Group, Solo, World
+from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.table.errors import CommError
 
 from .process import process_world
+
+
+class CallRecorder:
+    """What records a rank's collectives while its step is traced. This one records nothing: collectives are performed.
+
+    Attributes:
+        records: whether it takes the collectives, so that tensors have no values.
+        traces: whether it records into a graph, which runs on values later.
+    """
+
+    records: ClassVar[bool] = False
+    traces: ClassVar[bool] = False
+
+    def start(
+        self, call: Call, leaves: Sequence[Tensor], group: Group, here: CallContext, *, beside: bool, early: bool
+    ) -> Handle:
+        """Takes a call, if it records; its handle gives results without values."""
+        raise NotImplementedError
+
+    def eager(self, function: Callable[..., Tensor], xs: Sequence[Tensor]) -> Tensor:
+        """Calls a function; a graph has it as one call, as its inner shapes depend on values."""
+        return function(*xs)
+
+    def labelled(self, name: str) -> AbstractContextManager[None]:
+        """Labels the collectives inside the block, and the operations around them."""
+        return nullcontext()
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Marks the block as recomputation, which must not be merged with the first computation."""
+        return nullcontext()
+
+    def unseen(self) -> AbstractContextManager[Any]:
+        """Hides the block's operations from dispatch modes, so that no other recorder takes them; a graph has them as nodes."""
+        return nullcontext() if self.records else disable_dispatch_modes()
+
+    def gathers(self, gathering: UnitGathering) -> None:
+        """Notes how units of params are gathered."""
+
+    def ran(self, module: Any, modes: tuple[int, ...]) -> None:
+        """Notes the modes in which the loss runs a module."""
+
+    def buffer(self, module: Any, name: str, buffer: Tensor) -> Tensor:
+        """A module's buffer that is not in the state, or the graph's input for it."""
+        return buffer
 
 
 class _OfThread(threading.local):
@@ -21,7 +67,7 @@ class _OfThread(threading.local):
     Attributes:
         group: the world, if the thread is a simulated rank.
         simulates: whether it waits for the ranks of a simulation.
-        recorder: performs its collectives, or records them.
+        recorder: records its collectives while a step is traced.
     """
 
     group: Group | None = None
@@ -76,7 +122,7 @@ def world() -> Group:
 
 
 def recorder() -> CallRecorder:
-    """What takes this thread's collectives: performs them, or records them."""
+    """What records this thread's collectives; it records none if they are performed."""
     return _THREAD.recorder
 
 

@@ -411,23 +411,22 @@ def training() -> fds.Step:
     return fds.train_step(testing.Problem().loss, fds.sgd(0.1, momentum=0.5))
 
 
-OVER = "f\"'{axis}', 'dp'\" if AXES[axis][1] else \"'dp'\""
 EQUAL = "x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())"
 BUGS: list[tuple[Bug, Callable[[], None]]] = [
     (
-        Bug("all ranks train one model", "testing.method:Method.model", "rank * setup.along // setup.ranks", "0"),
+        Bug("all ranks train one model", "testing.method:Method.model", "rank * setup.parts // setup.ranks", "0"),
         partial(test_a_method_over_an_outer_axis, "ranks"),
     ),
     (
-        Bug("zero is over the world", "testing.method:Method.listed", "if axis: ...", ""),
+        Bug("zero is over the world", "testing.method:Method.listed", "if axes: ...", ""),
         partial(test_a_method_over_an_outer_axis, "stages"),
     ),
     (
-        Bug("ranks of a model get rows of their own", "testing.recipe:Recipe.rows", "AXES[self.axis][0]", "False"),
+        Bug("ranks of a model get rows of their own", "testing.recipe:Recipe.rows", "AXES[axis][0]", "False"),
         test_an_oracle_of_a_method_over_a_model_axis,
     ),
     (
-        Bug("zero does not sum over positions", "testing.method:Method.listed", OVER, "\"'dp'\""),
+        Bug("zero does not sum over positions", "testing.method:Method.listed", "[*summed, 'dp']", "['dp']"),
         partial(test_wrong_methods_over_a_model_axis_are_caught, "neighbour alone"),
     ),
     (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from functional_ds.base.disk.direct_io import DirectFile, padded
 from functional_ds.base.disk.files import FileLock, lock_folder, open_regular, process_note, reserve
-from functional_ds.comm.record.graph_leaf import Outside
+from functional_ds.comm.record.graph_notes import Outside
 from functional_ds.step.state.state import UpdateError
 
 _PREFIX = "fds-offload-"

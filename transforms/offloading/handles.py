@@ -13,7 +13,7 @@ from functional_ds.base import tree
 from functional_ds.base.device_streams import Arrival
 from functional_ds.base.disk.direct_io import aligned, padded
 from functional_ds.base.tree import NAMESPACE
-from functional_ds.comm.record.graph_leaf import GraphLeaf
+from functional_ds.comm.record.graph_notes import GraphLeaf
 
 from .files import Disk, Extent, OffloadError, VersionedFile
 from .prefetch import Prefetcher

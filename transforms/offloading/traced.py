@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.disk.direct_io import aligned, padded
-from functional_ds.comm.record.graph_leaf import TracedLeaf
+from functional_ds.comm.record.graph_notes import TracedLeaf
 from functional_ds.comm.worlds.current import recorder
 
 from .files import OffloadError

@@ -14,7 +14,7 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
 from functional_ds.base.weighted import Weighted
-from functional_ds.comm.record.call_recorder import UnitGathering
+from functional_ds.comm.record.graph_notes import UnitGathering
 from functional_ds.comm.worlds.current import recorder
 from functional_ds.sharding.layout import Layout
 from functional_ds.sharding.leaf_map import LeafMap

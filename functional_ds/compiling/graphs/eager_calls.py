@@ -16,10 +16,10 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import storage_id
-from functional_ds.comm.record.call_recorder import CallRecorder, outline
+from functional_ds.comm.calls.dispatch import outline
 from functional_ds.comm.record.group import Group, Ready
 from functional_ds.comm.table.collective import Call, CallContext, Handle
-from functional_ds.comm.worlds.current import recording
+from functional_ds.comm.worlds.current import CallRecorder, recording
 from functional_ds.dry_run.operations import OperationCounter, SizedOperation
 from functional_ds.step.axes import axes, with_axes
 

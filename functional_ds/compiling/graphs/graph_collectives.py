@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from functional_ds.base.tree import setting
-from functional_ds.comm.calls.dispatch import start_call
-from functional_ds.comm.record.call_recorder import CallRecorder, TraceNotes, UnitGathering, outline
+from functional_ds.comm.calls.dispatch import outline, start_call
+from functional_ds.comm.record.graph_notes import TraceNotes, UnitGathering
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Call, CallContext, Handle
+from functional_ds.comm.worlds.current import CallRecorder
 
 from .graph_nodes import RECOMPUTED, UNIT, tagged
 

@@ -14,8 +14,7 @@ from torch import Tensor, fx
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.comm.algorithms.cost import Link
-from functional_ds.comm.record.call_recorder import TraceNotes
-from functional_ds.comm.record.graph_leaf import GraphLeaf, TracedLeaf
+from functional_ds.comm.record.graph_notes import GraphLeaf, TracedLeaf, TraceNotes
 from functional_ds.comm.record.notebook import html_table, html_text
 from functional_ds.step.state.state import State
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from functional_ds.base import tree
 from functional_ds.base.marks import like_marked
 from functional_ds.base.torch_private import FakeTensorMode, buffers_of, schema_of
-from functional_ds.comm.record.graph_leaf import GraphLeaf, Outside, TracedLeaf
+from functional_ds.comm.record.graph_notes import GraphLeaf, Outside, TracedLeaf
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.worlds.current import recording
 from functional_ds.step.phases import Trait

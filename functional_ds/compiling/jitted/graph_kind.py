@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.comm.record.graph_leaf import GraphLeaf
+from functional_ds.comm.record.graph_notes import GraphLeaf
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State
 
