@@ -1,4 +1,4 @@
-"""Runs the commands of command-line.md and jobs.md and prints the pages with their outputs; ``--write`` writes them.
+"""Runs the commands of command-line.md and fitting.md and prints the pages with their outputs; ``--write`` writes them.
 Names of pictures draw these alone: ``docs/command_line.py report``.
 
 A block of the language ``console`` has lines ``$ functional-ds ...``; what follows each is its output.
@@ -20,7 +20,7 @@ import torch
 import functional_ds as fds
 from functional_ds.cli.entry import main as program
 
-PAGES = [Path(__file__).with_name(name) for name in ("command-line.md", "jobs.md")]
+PAGES = [Path(__file__).with_name(name) for name in ("command-line.md", "fitting.md")]
 FIGURES = Path(__file__).with_name("figures")
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)

@@ -35,7 +35,6 @@ napoleon_use_ivar = True  # attrs classes list their fields under Attributes
 # What readers search for, and the page that they want first. Lower case, as the search compares.
 KEYWORDS = {
     "index": "install, installation, getting started",
-    "quickstart-deepspeed": "deepspeed quickstart, deepspeed script",
     "quickstart-llama": "lora, peft, fine-tuning, llama, hugging face, transformers",
     "quickstart-optimizer": "tutorial, custom optimizer, custom transform",
     "quickstart-schedule": "custom schedule, custom collective",
@@ -61,24 +60,24 @@ KEYWORDS = {
     ),
     "experts": "moe, mixture of experts, expert parallelism, expert parallel",
     "fitting": (
-        "training loop, resume, fault tolerance, elastic training, tensorboard, wandb, dataloader, data loader, gan, watchdog"
+        "training loop, resume, fault tolerance, elastic training, tensorboard, wandb, dataloader, data loader, gan, watchdog, "
+        "launcher, torchrun, slurm, kubernetes, ray, multi-node"
     ),
     "checkpoints": "checkpoint, checkpoints, resharding, checkpoint resharding, elastic, safetensors, export",
-    "jobs": "launcher, torchrun, slurm, kubernetes, ray, multi-node, job file",
     "jit": "torch.compile, compile, compilation, inductor",
     "profile": "profiler, profiling, mfu, flops, memory estimate, memory",
-    "troubleshooting": "faq, error messages, nan, hangs, out of memory, oom",
+    "troubleshooting": "faq, error messages, nan, hangs, out of memory, oom, limitations, unsupported, inference, fp8",
     "steps": "dropout, random seed, frozen parameters, batchnorm",
     "phases": "custom transform, hooks, callbacks, diloco, local sgd, powersgd, gradient compression",
     "second-order": "hessian, hypergradient, meta-learning, maml",
     "gallery": "sam, dp-sgd, sophia, research methods",
-    "comm": "collectives, all-reduce, all_reduce, reduce-scatter",
-    "simulator": "deadlock, debugging, simulation, race condition, notebooks",
-    "command-line": "command line, cli, functional-ds",
-    "deepspeed": "deepspeed, deepspeed engine",
+    "simulator": (
+        "collectives, all-reduce, all_reduce, reduce-scatter, deadlock, debugging, simulation, race condition, notebooks"
+    ),
+    "command-line": "command line, cli, functional-ds, job file",
+    "deepspeed": "deepspeed, deepspeed engine, deepspeed quickstart, deepspeed script",
     "deepspeed-config": "deepspeed config, ds_config.json",
-    "refused": "limitations, unsupported, inference, fp8",
-    "processes": "nccl, gloo",
+    "processes": "nccl, gloo, cuda streams",
     "benchmarks": "benchmarks, performance, speed, throughput",
     "security": "security, pickle",
 }

@@ -158,8 +158,8 @@ def test_an_argument_that_is_gone_is_noticed() -> None:
 
 
 def test_collectives_are_where_the_table_says() -> None:
-    """docs/comm.md's table of calls names functions of ``comm``; those of its submodules by their whole names."""
-    table = (DOCS / "comm.md").read_text(encoding="utf-8").split("| call | on every rank |")[1].split("\n\n")[0]
+    """docs/simulator.md's table of calls names functions of ``comm``; those of its submodules by their whole names."""
+    table = (DOCS / "simulator.md").read_text(encoding="utf-8").split("| call | on every rank |")[1].split("\n\n")[0]
     names = re.findall(r"`(\w+)\(", table)
     assert len(names) >= 12
     assert [name for name in names if not hasattr(comm, name)] == []
@@ -183,7 +183,7 @@ def _of_the_reference() -> set[int]:
 
 @pytest.mark.parametrize("page", [each for each in PAGES if "internals" not in each.name], ids=lambda page: page.name)
 def test_what_pages_import_is_in_the_reference(page: Path) -> None:
-    """But for names of DeepSpeed's modules, which docs/deepspeed-api.md lists."""
+    """But for names of DeepSpeed's modules, which docs/deepspeed-config.md lists."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     imports = [
         node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom) and not node.level

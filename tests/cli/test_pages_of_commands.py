@@ -22,7 +22,7 @@ def _script() -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", ["command-line.md", "jobs.md"])
+@pytest.mark.parametrize("name", ["command-line.md", "fitting.md"])
 def test_outputs_are_those_of_the_commands(name: str) -> None:
     """`python docs/command_line.py --write` renews them."""
     script, before = _script(), Path.cwd()

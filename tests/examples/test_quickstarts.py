@@ -63,9 +63,9 @@ def check_sessions(page: Path, folder: Path, *, slow: bool) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.timeout(PATIENCE)
-@pytest.mark.parametrize("name", ["deepspeed", "llama"])
+@pytest.mark.parametrize("name", ["deepspeed", "quickstart-llama"])
 def test_commands_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
-    check_sessions(TOP / f"docs/quickstart-{name}.md", tmp_path, slow=False)
+    check_sessions(TOP / f"docs/{name}.md", tmp_path, slow=False)
 
 
 @pytest.mark.sample(0)

@@ -1,4 +1,4 @@
-"""The recipes of docs/jobs.md on real clusters of one machine: a rank is killed, the job is run again and resumes.
+"""The recipes of docs/fitting.md on real clusters of one machine: a rank is killed, the job is run again and resumes.
 
 Part of ``make faults``; skipped, with the reason, where a cluster's programs are not installed.
 """
@@ -22,7 +22,7 @@ from functional_ds.testing import assert_same
 from tests.fitting import programs, resumed, slurm
 
 WAIT = 150  # seconds: a cluster that starts workers on a busy machine
-PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "fitting.md"
 
 pytestmark = [
     pytest.mark.skipif("FUNCTIONAL_DS_KILLS" not in os.environ, reason="a part of make faults"),

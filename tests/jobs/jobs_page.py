@@ -1,4 +1,4 @@
-"""Prints the tables of a job's entries; with --write, puts them into docs/jobs.md."""
+"""Prints the tables of a job's entries; with --write, puts them into docs/command-line.md."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from functional_ds.jobs.entries.job_reader import Entries
 from functional_ds.jobs.entries.job_text import toml
 from functional_ds.jobs.job import RECORDS
 
-PAGE = Path(__file__).parents[2] / "docs/jobs.md"
+PAGE = Path(__file__).parents[2] / "docs/command-line.md"
 START, END = "<!-- entries -->\n", "<!-- /entries -->"
 
 _WORDS = {int: "whole number", float: "number", str: "string", bool: "true, false", CallEntry: "call", Any: "anything"}

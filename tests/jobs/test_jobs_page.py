@@ -1,4 +1,4 @@
-"""docs/jobs.md says of each entry what the records say."""
+"""docs/command-line.md says of each entry what the records say."""
 
 import functional_ds as fds
 from tests.jobs.jobs_page import PAGE, written

@@ -1,4 +1,4 @@
-"""Prints the tables of what is refused; ``python -m tests.refusals.table --write`` puts them into docs/refused.md."""
+"""Prints the tables of what is refused; ``python -m tests.refusals.table --write`` puts them into docs/troubleshooting.md."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.refusals import collectives, derivatives, engines, files, losses, modules, strategies
 from tests.refusals.refusal import Refusal
 
-PAGE = Path(__file__).parents[2] / "docs/refused.md"
+PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 AREAS: dict[str, list[Refusal]] = {
     "modules": modules.REFUSALS,
     "losses": losses.REFUSALS,

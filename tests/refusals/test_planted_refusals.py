@@ -26,7 +26,7 @@ from tests.refusals.test_refusals_table import test_it_is_refused_by_name as is_
 
 
 def row(refusals: list[Refusal], what: str) -> Callable[[Path], None]:
-    """The test of a row of docs/refused.md, which begins so."""
+    """The test of a row of docs/troubleshooting.md, which begins so."""
     [refusal] = [refusal for refusal in refusals if refusal.what.startswith(what)]
     return lambda folder: is_refused(refusal)
 

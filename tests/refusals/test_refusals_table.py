@@ -1,4 +1,4 @@
-"""docs/refused.md: each of its rows is a program that is refused as the row says, and each record is a row."""
+"""docs/troubleshooting.md: each of its rows is a program that is refused as the row says, and each record is a row."""
 
 import re
 from collections.abc import Callable
