@@ -13,6 +13,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import transforms as T
 from functional_ds.compiling import JitStep
+from functional_ds.compiling.graphs.graph_nodes import PHASE
 from tests.compiling.test_jit import WIDTH, Run, assert_same, own_batch, run, squared
 from tests.planting import Bug, planted
 
@@ -59,6 +60,29 @@ def test_a_step_with_files(places: str, stage: int, ends: str, tmp_path: Path) -
     for found, expected in comm.simulate(both, tmp_path, places, stage, ends, world_size=2):
         assert found[2] == []
         assert_same(found, expected)
+
+
+def units_in_memory() -> tuple[float, int]:
+    """How many of six blocks a graph has in memory when its backward pass begins, and how often it reads one."""
+    torch.manual_seed(0)
+    apply, params = fds.functional(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))))
+    disk = T.offload(optimizer="disk", params="disk", path=Path("."), buffer_bytes=1 << 16)
+    step = fds.jit(fds.compose(disk, T.zero(3))(fds.train_step(squared(apply), fds.sgd(0.1))))
+    state = step.init(params)
+    state, _ = step(state, own_batch(0))
+    graph = step.graph(state, own_batch(1))
+    backward = next(node for node in graph.module.graph.nodes if node.meta.get(PHASE) == "backward")
+    return graph.live()[backward].units, sum(gather.units for gather in graph.gathers())
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_params_are_read_again_for_the_backward_pass(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, too, where nothing is gathered."""
+    monkeypatch.chdir(tmp_path)
+    for units, read in comm.simulate(units_in_memory, world_size=ranks):
+        assert units < 5
+        assert read > 6
 
 
 @pytest.mark.law(58)

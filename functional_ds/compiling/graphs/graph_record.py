@@ -23,7 +23,7 @@ from .graph_collectives import START, WAIT, CallSite, carrying_out, site_of
 from .graph_cost import GraphCost, InMemory, graph_cost
 from .graph_draw import draw_cost
 from .graph_nodes import PHASE, RECOMPUTED, UNIT, JoinedUnits, root_of
-from .host_calls import carried, carrier
+from .host_calls import HOST, carried, carrier
 
 if TYPE_CHECKING:
     from functional_ds.scaling.machine import Machine
@@ -47,13 +47,13 @@ class UnitGather:
 
     @property
     def start(self) -> fx.Node:
-        """Where the first collective starts."""
-        return next(node for node in self.nodes if node.target is START)
+        """Where the first collective starts; without one, the first read of a file."""
+        return next(node for target in (START, HOST) for node in self.nodes if node.target is target)
 
     @property
     def wait(self) -> fx.Node:
         """Where the last one is waited for."""
-        return next(node for node in reversed(self.nodes) if node.target is WAIT)
+        return next(node for target in (WAIT, HOST) for node in reversed(self.nodes) if node.target is target)
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -161,6 +161,8 @@ class StepGraph:
         return sorted(gathers, key=lambda gather: order[gather.wait])
 
     def _gathers(self, node: fx.Node) -> bool:
+        if node.target is HOST:  # which reads a shard, or carries something
+            return self.sites[int(str(node.args[-1]))].like is not None  # type: ignore[attr-defined]
         return node.target is WAIT and self.sites[site_of(node)].call.collective.traffic.role == "gather"
 
     def live(self) -> dict[fx.Node, InMemory]:
