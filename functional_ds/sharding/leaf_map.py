@@ -257,12 +257,16 @@ class LeafMap:
         wide = functools.reduce(torch.promote_types, (leaf.dtype for leaf in self.leaves), torch.float32)
         name = getattr(function, "__name__", repr(function))
         zero = function(*(torch.empty(0, dtype=wide, device=device) for _ in lists))
-        rows = [zero for _ in self.leaves]
+        found: list[Tensor] = []
         for part in self.shards:
             pieces = (tensors[part.tensor].reshape(-1)[part.start : part.start + part.numel] for tensors in lists)
-            given = checked_sum(function(*map(at_least_fp32, pieces)), name, self.leaves[part.leaf].path, zero)
-            rows[part.leaf] = rows[part.leaf] + given.to(zero.dtype)
-        checked_sum(zero, name, "an empty part", zero)
+            path, shape = self.leaves[part.leaf].path, getattr(zero, "shape", None)
+            found.append(checked_sum(function(*map(at_least_fp32, pieces)), name, path, shape))
+        if checked_sum(zero, name, "an empty part").dtype is torch.bool:
+            raise TypeError(f"{name}: it gives booleans, and not a sum over the elements, such as (x > 0).sum()")
+        rows = [zero for _ in self.leaves]
+        for part, value in zip(self.shards, found, strict=True):
+            rows[part.leaf] = rows[part.leaf] + value.to(zero.dtype)
         if zero.device.type == "cpu" and not is_fake(zero) and not is_transformed(zero) and bool(zero.count_nonzero()):
             raise ValueError(f"{name}: of an empty part it gives {zero.tolist()}, and a sum of no elements is 0")
         return self.total(torch.stack(rows) if rows else zero.new_zeros(0, *zero.shape))
@@ -360,18 +364,13 @@ def match_leaves(leaf_map: LeafMap, where: str | Callable[[str], bool], what: st
     return hits
 
 
-def checked_sum(given: Any, name: str, where: str, like: Any) -> Tensor:
-    """What a function returned for a part of a leaf, if it is a sum of the shape of ``like``.
+def checked_sum(given: Any, name: str, where: str, shape: torch.Size | None = None) -> Tensor:
+    """What a function returned for a part of a leaf, if it is a tensor, of this shape.
 
     Raises:
         TypeError: it is none.
     """
-    if (
-        isinstance(given, Tensor)
-        and given.dtype is not torch.bool
-        and given.shape == getattr(like, "shape", None)
-        and given.numel()
-    ):
+    if isinstance(given, Tensor) and shape in (None, given.shape):
         return given
     what = f"a tensor of shape {list(given.shape)}, {given.dtype}" if isinstance(given, Tensor) else reprlib.repr(given)
     raise TypeError(f"{name}: for {where!r} it gives {what}, and not a sum over the elements, such as x.square().sum()")

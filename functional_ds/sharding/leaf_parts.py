@@ -50,10 +50,14 @@ class LeafParts:
         return results
 
     def _totals(self, asked: dict[int, Any], what: str) -> dict[int, Any]:
-        one, sums = torch.empty(()), {}
+        sums: dict[int, Tensor] = {}
+        shape: torch.Size | None = None  # of each sum
         for place, yielded in asked.items():
             several, path = isinstance(yielded, tuple), self.leaf_map.leaves[self.leaves[place]].path
-            found = [checked_sum(x, what, path, one) for x in (yielded if several and yielded else [yielded])]
+            found = []
+            for value in yielded if several and yielded else [yielded]:
+                found.append(checked_sum(value, what, path, shape))
+                shape = found[-1].shape
             sums[place] = torch.stack(found) if several else found[0]
         wide = functools.reduce(torch.promote_types, (leaf_sums.dtype for leaf_sums in sums.values()), torch.float32)
         zero = torch.zeros_like(sums[min(sums)], dtype=wide)

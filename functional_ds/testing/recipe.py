@@ -128,7 +128,8 @@ class Recipe:
             sizes = dict(zip(self.axes, setup.along or [1] * len(self.axes), strict=True))
             order = sorted(sizes, key=lambda axis: not AXES[axis][0])  # ranks with other rows are neighbours
             scope["mesh"] = mesh = comm.mesh(**{axis: sizes[axis] for axis in order}, dp=setup.ranks // setup.parts)
-            groups = [mesh["dp" if name == "edp" else name] for name in groups_of(self.axes)]
+            beside = [axis for axis in self.axes if AXES[axis][1] and axis != "ep"]  # experts are alike along these
+            groups = [mesh[(*beside, "dp") if name == "edp" else name] for name in groups_of(self.axes)]
         elif any("mesh" in text for text in setup.transforms):
             scope["mesh"] = comm.mesh(nodes=2, dp=setup.ranks // 2)
         with_method = "method" in setup.transforms or not self.axes

@@ -66,7 +66,7 @@ def units_in_memory() -> tuple[float, int]:
     """How many of six blocks a graph has in memory when its backward pass begins, and how often it reads one."""
     torch.manual_seed(0)
     apply, params = fds.functional(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))))
-    disk = T.offload(optimizer="disk", params="disk", path=Path("."), buffer_bytes=1 << 16)
+    disk = T.offload(optimizer="disk", params="disk", path=Path(), buffer_bytes=1 << 16)
     step = fds.jit(fds.compose(disk, T.zero(3))(fds.train_step(squared(apply), fds.sgd(0.1))))
     state = step.init(params)
     state, _ = step(state, own_batch(0))

@@ -103,6 +103,29 @@ def told(yielded: Any) -> Any:
     return rule
 
 
+def squares(grad: Tensor, state: Any, step: Tensor) -> Any:
+    """A rule that asks for sums of another shape for each leaf."""
+    yield grad.square()
+    return grad, state
+
+
+def pairs(grad: Tensor, state: Any, step: Tensor) -> Any:
+    """A rule that asks for two sums as one tensor, and returns a list and another container of its state."""
+    count, total = yield torch.stack([(grad == grad).sum(), grad.square().sum()])
+    return [grad / (total / count).sqrt(), None]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_sums_may_be_one_tensor(stage: int) -> None:
+    def second_loss() -> float:
+        step = T.zero(stage)(fds.train_step(PROBLEM.loss, fds.per_leaf(tuple_of, pairs, lr=0.1)))
+        state, _ = step(step.init(PROBLEM.params), PROBLEM.rows(0))
+        return float(step(state, PROBLEM.rows(1))[1]["loss"])
+
+    [alone] = comm.simulate(second_loss, world_size=1)
+    assert comm.simulate(second_loss, world_size=2) == pytest.approx([alone, alone], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -114,7 +137,7 @@ def told(yielded: Any) -> Any:
         ),
         (lambda: fds.per_leaf(tuple_of, told(None), lr=0.1), "rule: for '0.b' it gives None, and not a sum"),
         (lambda: fds.per_leaf(tuple_of, told("x"), lr=0.1), "rule: for '0.b' it gives 'x', and not a sum"),
-        (lambda: fds.per_leaf(tuple_of, told(torch.ones(3)), lr=0.1), r"rule: for '0.b' it gives a tensor of shape \[3\]"),
+        (lambda: fds.per_leaf(tuple_of, squares, lr=0.1), r"squares: for '0.w' it gives a tensor of shape \[35\]"),
         (lambda: fds.per_leaf(tuple_of, told(()), lr=0.1), r"rule: for '0.b' it gives \(\), and not a sum"),
         (lambda: fds.per_leaf(tuple_of, lambda grad, state, step: None, lr=0.1), "<lambda>: for '0.b' it returned None"),
         (
@@ -143,7 +166,8 @@ def test_wrong_rules_are_refused(make: Any, words: str) -> None:
         (lambda x: None, "<lambda>: for '0.[bw]' it gives None, and not a sum"),
         (lambda x: 0.5, "for '0.[bw]' it gives 0.5"),
         (torch.square, r"square: for '0.[bw]' it gives a tensor of shape \[[0-9]+\], torch.float32"),
-        (lambda x: (x > 0).any(), r"for '0.[bw]' it gives a tensor of shape \[\], torch.bool"),
+        (lambda x: (x > 0).any(), "<lambda>: it gives booleans, and not a sum over the elements"),
+        (lambda x: x.sum() if x.numel() else 0.0, "<lambda>: for 'an empty part' it gives 0.0, and not a sum"),
         (torch.mean, "mean: of an empty part it gives nan, and a sum of no elements is 0"),
     ],
 )

@@ -305,3 +305,12 @@ def test_backward_passes_stay_in_the_thread_whose_tape_a_recomputation_looks_for
     step(step.init([{"w": torch.ones(2, 2)}]), torch.ones(4, 2))
     assert noted
     assert not any(noted)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_a_frozen_quantized_param_is_left_alone() -> None:
+    """Its bits cannot be summed."""
+    frozen = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8)
+    step = fds.train_step(lambda p, x: (x @ p["w"] + p["q"].dequantize()).square().mean(), fds.sgd(0.1))
+    state, _ = step(step.init({"w": torch.ones(4, 4), "q": frozen}), torch.ones(2, 4))
+    assert torch.equal(state.params["q"].int_repr(), frozen.int_repr())

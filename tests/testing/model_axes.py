@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -190,6 +191,20 @@ def mixture() -> testing.Problem:
 
 def experts(ep: comm.Group, edp: comm.Group) -> fds.Transform:
     return T.experts(r"^experts\.", ep, edp=edp)
+
+
+def expert_loss_of_positions(p: Any, x: Tensor) -> fds.Weighted:
+    return expert_loss(p, x.flatten(0, 1))
+
+
+def mixture_of_positions() -> testing.Problem:
+    x = [2 * normal(10 + step, 24, 8, 4) for step in range(6)]  # [rows, positions, width]
+    return attrs.evolve(mixture(), loss=expert_loss_of_positions, batches=x)
+
+
+def experts_of_positions(sp: comm.Group, ep: comm.Group, edp: comm.Group) -> fds.Transform:
+    """Experts along one axis, positions along another: ``edp`` includes the latter."""
+    return fds.compose(experts(ep, edp), own_positions(sp))
 
 
 # -- one's own -------------------------------------------------------------------------------------------------------------

@@ -524,6 +524,12 @@ def test_methods_over_two_axes(law: str) -> None:
     assert table.title == "staged_slices(), along pp and tp, listed after T.zero"
 
 
+def test_experts_beside_positions() -> None:
+    problem = model_axes.mixture_of_positions()
+    table = testing.holds(model_axes.experts_of_positions, problem=problem, axis=("sp", "ep"), only=["stages"])
+    assert table["stages"].outcome == "ok", str(table)
+
+
 def test_a_missing_sum_along_one_of_two_axes_is_found() -> None:
     make, problem = partial(model_axes.staged_slices, sums=False), model_axes.sliced_stage_problem(sums=False)
     row = testing.holds(make, axis=("pp", "tp"), order="after", problem=problem, only=["stages"])["stages"]

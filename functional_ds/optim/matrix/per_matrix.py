@@ -159,13 +159,13 @@ def _returned(given: Any, name: str, path: str, grad: Tensor) -> tuple[Tensor, A
         TypeError: it returned something else.
         ValueError: the update has another shape than the gradient.
     """
-    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], Tensor):
+    if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[0], Tensor):
         raise TypeError(f"{name}: for {path!r} it returned {reprlib.repr(given)}, and not an update and the new state")
     if given[0].shape != grad.shape:
         raise ValueError(
             f"{name}: for {path!r} of shape {list(grad.shape)} it returned an update of shape {list(given[0].shape)}"
         )
-    return given
+    return given[0], given[1]
 
 
 # -- rules for leaves that may be sharded -------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def per_leaf(
             ):
                 change, new = _returned(given, shown, path, param)
                 news = tree.leaves(new)
-                if tree.structure(new) != spec or [getattr(x, "shape", None) for x in news] != [x.shape for x in states]:
+                if [getattr(x, "shape", None) for x in news] != [x.shape for x in states]:
                     raise ValueError(
                         f"{shown}: for {path!r} it returned the state {reprlib.repr(new)}; init made {spec} of this shape"
                     )

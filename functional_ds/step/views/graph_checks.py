@@ -168,4 +168,4 @@ class WriteGuard:
 
 
 def _has_bits(leaf: Tensor) -> bool:
-    return leaf.layout == torch.strided and has_values(leaf)
+    return leaf.layout == torch.strided and not leaf.is_quantized and has_values(leaf)
