@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
 from functional_ds.step.state.buffer_scope import ModuleValues, bit_equal
-from functional_ds.step.state.buffers import OtherAttribute
+from functional_ds.step.state.buffers import AttributePath, OtherAttribute
 
 from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import Put
@@ -59,7 +59,7 @@ class Skeleton:
         version: the version of ``Apply.module`` whose attributes it has.
         changes: those changes.
         attributes: each module's own attributes when it was leased; a call's changes are undone at the end.
-        same: which of ``tensors`` are one object, by the name of the first.
+        same: the paths in ``tensors`` at which there is one container or tensor, each with the first.
         tried: whether it ran without values.
         bound: the parameters in place.
         identity: of these.
@@ -95,17 +95,14 @@ class Skeleton:
     _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
     _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
 
-    same: Mapping[str, str] = attrs.field(init=False)
+    _parted: list[tuple[str, str, list[tuple[Any, Any, list[Any]]]]] = attrs.field(factory=list)  # were one, and are two copies
+    same: Mapping[AttributePath, AttributePath] = attrs.field(init=False)
     _homes: list[tuple[str, str, dict[str, Any], str]] = attrs.field(init=False)  # of each parameter: name, place, dict and key
 
     @same.default
-    def _same_as_built(self) -> Mapping[str, str]:
-        first: dict[int, str] = {}
-        return {name: first.setdefault(id(self._now(name)), name) for name in self.tensors}
-
-    def _now(self, name: str) -> Any:
-        path, key = parted(name)
-        return vars(self.owners[path]).get(key, ABSENT)
+    def _same_as_built(self) -> Mapping[AttributePath, AttributePath]:
+        places = ((name, *parted(name)) for name in self.tensors)
+        return _shared({name: vars(self.owners[path]).get(key, ABSENT) for name, path, key in places}, {})
 
     @_homes.default
     def _homes_of_parameters(self) -> list[tuple[str, str, dict[str, Any], str]]:
@@ -184,6 +181,7 @@ class Skeleton:
         self.attributes = [dict(vars(owner)) for owner in self.owners.values()]
         self._copies = {}
         memo: dict[int, Any] = {}  # modules may share a dict, and attributes a tensor
+        parts: dict[AttributePath, Any] = {}
         same = self.same if held.same is None else held.same
         self._touched = set()
         for name in dict.fromkeys((*self.tensors, *held.attributes, *held.others)):
@@ -192,7 +190,7 @@ class Skeleton:
             if owner is None:
                 continue
             self._touched.add(path)
-            first = same.get(name, name)
+            (first,) = same.get((name,), (name,))
             value = held.attributes.get(first, vars(owner).get(key))
             if first in held.others:
                 if name in self.changes.since(held.others[first].version):  # the user has set it since
@@ -200,11 +198,17 @@ class Skeleton:
                 value = held.others[first].value
             value = copied(value, memo)
             put_attribute(owner.__dict__, key, value)
+            parts.update(_parts((name,), value))
             if first not in held.others:
-                self._copies[name] = value, tree.structure(value), _versioned(value)
+                self._copies[name] = _noted(value)
         self._leased = [
             dict(vars(owner)) if path in self._touched else before
             for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True)
+        ]
+        self._parted = [
+            (_dotted(first), _dotted(path), [_noted(parts[first]), _noted(parts[path])])
+            for path, first in same.items()
+            if len(path) + len(first) > 2 and path in parts and first in parts
         ]
         self._leased_values = [*chain.from_iterable(map(dict.values, self._leased))]
 
@@ -220,9 +224,7 @@ class Skeleton:
     def _has_written(self, name: str, value: Any, before: Any, held: ModuleValues) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
         given, structure, versions = self._copies.get(name, (None, None, []))
-        if name in held.attributes or value is not given or tree.structure(value) != structure:
-            return True
-        if any(one is not other or v != w for (one, v), (other, w) in zip(_versioned(value), versions, strict=True)):
+        if name in held.attributes or value is not given or _is_written(value, structure, versions):
             return True
         leaves = [x for x in tree.leaves(value) if isinstance(x, Tensor)]
         return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
@@ -230,8 +232,7 @@ class Skeleton:
     def settle(self, held: ModuleValues | None) -> None:
         """Undoes the attributes that calls have set, and stores them in ``held``."""
         memo: dict[int, Any] = {}
-        one: dict[int, tuple[str, Any]] = {}  # containers and tensors, by their ids, with their first names
-        same: dict[str, str] = {}
+        values: dict[str, Any] = {}
         changed = self._touched.union(path for path, _, _ in self._changed())
         for path, before, leased in zip(self.owners, self.attributes, self._leased, strict=True) if changed else ():
             if path not in changed:
@@ -241,14 +242,14 @@ class Skeleton:
                 name, value = joined(path, key), now.get(key, ABSENT)
                 if held is not None and (value is not leased.get(key, ABSENT) or name in self._copies or name in held.others):
                     self._keep(name, value, before.get(key, ABSENT), held, memo)
-                    if isinstance(value, _SHAREABLE) and (first := one.setdefault(id(value), (name, value))[0]) != name:
-                        same[name] = first
-                        for part in (held.attributes, held.others):
-                            part.update({first: part[name]} if name in part and first not in part else {})
+                    values[name] = value
                 if value is not before.get(key, ABSENT):
                     put_attribute(now, key, before.get(key, ABSENT))
         if held is not None:
-            held.same = {name: first for name, first in same.items() if first in held.attributes or first in held.others}
+            held.same = _shared(values, {id(copy): id(first) for *_, ((first, *_), (copy, *_)) in self._parted})
+            for (name, *inside), (first, *_) in held.same.items():
+                for stored in (held.attributes, held.others) if not inside else ():
+                    stored.update({first: stored[name]} if name in stored and first not in stored else {})
         for store, buffers in zip(self._stores.values(), self._shared, strict=True):
             if store or buffers:
                 store.clear()
@@ -293,22 +294,13 @@ class Skeleton:
             refuse_flags(class_name)
         if aliases:
             self._check_aliases(class_name, aliases, held)
-        self._check_nested(class_name, held)
-
-    def _check_nested(self, class_name: str, held: ModuleValues) -> None:
-        """Raises an error for writes into a container at two places, one of them inside of another: states are trees."""
-        named = (*((name, self._now(name)) for name in self._copies), *self._set())
-        tops = {id(value): (name, value) for name, value in named if is_state(value)}
-        seen: dict[int, tuple[str, str]] = {}
-        for name, value in tops.values():
-            for where, inside in _containers(name, value):
-                other, of = seen.setdefault(id(inside), (where, name))
-                if other != where and any(self._has_written(top, self._now(top), self._now(top), held) for top in (of, name)):
-                    kind = type(inside).__name__
-                    raise RuntimeError(
-                        f"the module {class_name} wrote into its attributes, of which {other!r} and {where!r} are one "
-                        f"{kind}, and a state would have two: keep one of them, or make both attributes of modules themselves"
-                    )
+        for first, path, copies in self._parted:
+            if any(_is_written(*copy) for copy in copies):
+                raise RuntimeError(
+                    f"the module {class_name} wrote into its attributes, of which {first!r} and {path!r} are one "
+                    f"{type(copies[0][0]).__name__}, and a state would have two: keep one of them, or make both attributes of "
+                    "modules themselves"
+                )
 
     def _check_aliases(self, class_name: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
         """Raises an error for writes into an attribute that shared memory with another one or a buffer: here they differ."""
@@ -359,17 +351,42 @@ def _is_ours(owner: nn.Module | None, key: str) -> bool:
     return key == "forward" or (key == "_flat_weights" and isinstance(owner, nn.RNNBase))
 
 
-_SHAREABLE = (Tensor, list, dict, deque)
-
-
-def _containers(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The lists, dicts and deques in a value, with their paths."""
-    if isinstance(value, (list, dict, deque)):
-        yield name, value
+def _parts(path: AttributePath, value: Any) -> Iterator[tuple[AttributePath, Any]]:
+    """The tensors, lists, dicts and deques in a value, with their paths."""
+    if isinstance(value, (Tensor, list, dict, deque)):
+        yield path, value
     if isinstance(value, (list, tuple, dict, deque)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _containers(f"{name}.{key}", item)
+            yield from _parts((*path, key), item)
 
 
-def _versioned(value: Any) -> list[tuple[Any, int]]:
-    return [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree.leaves(value)]
+def _shared(values: Mapping[str, Any], copies: Mapping[int, int]) -> dict[AttributePath, AttributePath]:
+    """The paths at which there is a container or tensor that another path has, too, each with the first such path.
+
+    Args:
+        values: the attributes.
+        copies: the ids of further copies of one object, each with that of the first.
+    """
+    parts = [part for name, value in values.items() for part in _parts((name,), value)]
+    firsts: dict[int, AttributePath] = {}
+    same: dict[AttributePath, AttributePath] = {}
+    for path, part in sorted(parts, key=lambda part: len(part[0])):
+        if path[:1] not in same and (first := firsts.setdefault(copies.get(id(part), id(part)), path)) != path:
+            same[path] = first
+    return same
+
+
+def _dotted(path: AttributePath) -> str:
+    return ".".join(map(str, path))
+
+
+def _noted(value: Any) -> tuple[Any, Any, list[tuple[Any, int]]]:
+    """A value with its structure and leaves, and the versions of its tensors."""
+    leaves = tree.leaves(value)
+    return value, tree.structure(value), [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]
+
+
+def _is_written(value: Any, structure: Any, leaves: list[tuple[Any, int]]) -> bool:
+    """Whether a value has changed since it was noted."""
+    _, now, noted = _noted(value)
+    return now != structure or any(x is not y or v != w for (x, v), (y, w) in zip(noted, leaves, strict=True))

@@ -111,7 +111,33 @@ KINDS: dict[str, tuple[Callable[[], Any], Change, Change]] = {
     "deque": (deque, appends, length),
     "tensor": (lambda: torch.ones(()), adds, itself),
 }
+
+
+class Recorded(Net):
+    """It keeps what a part has shared in a list, and replaces it from time to time."""
+
+    def __init__(self, make: Callable[[], Any], write: Change, every: int) -> None:
+        super().__init__(make, write, lambda part: None)
+        self.make, self.every = make, every
+        self.table, self.history = {"first": self.a.shared}, []  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not len(self.history) % self.every:
+            self.a.shared = self.make()
+            y = super().forward(x)
+        else:
+            y = self.a.inner(x)
+        self.history.append(self.a.shared)
+        self.again = self.history[0]
+        return y * sum(value(entry) for entry in (*self.history, self.again, self.a.shared))  # type: ignore[no-any-return]
+
+
+def value(entry: Any) -> Any:
+    return entry["n"] if isinstance(entry, dict) else sum(entry) if isinstance(entry, (list, deque)) else entry
+
+
 BUILDS: dict[str, Callable[[], nn.Module]] = {
+    **{f"recorded {name}": (lambda kind=kind: Recorded(*kind[:2], every=2)) for name, kind in KINDS.items()},  # type: ignore[misc]
     **{name: (lambda kind=kind: Net(*kind)) for name, kind in KINDS.items()},  # type: ignore[misc]
     **{f"linked {name}": (lambda kind=kind: Linked(*kind)) for name, kind in KINDS.items()},  # type: ignore[misc]
     "losses": Losses,
@@ -177,6 +203,30 @@ def test_it_stays_one_in_a_state_that_was_loaded(tmp_path: Path) -> None:
     check_saved(tmp_path)
 
 
+def written_later(name: str) -> None:
+    """What is at two places, one inside of another, is two after a pass: a write into it would reach only one."""
+    make, write, _ = KINDS[name]
+
+    class Written(Net):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.count == 0:
+                self.history = [self.a.shared]
+            elif self.count == 2:
+                write(self.a)
+            self.count += 1
+            return self.a.inner(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match=r"'a.shared' and 'history.0' are one "):
+        ours(lambda: Written(make, write, itself), "plain")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_later_write_into_what_a_list_has_too_is_refused(name: str) -> None:
+    written_later(name)
+
+
 def with_a_value() -> None:
     """A value that a user gives to one of the names is that of all."""
     apply, params = fds.functional(Net(*KINDS["dict of a number"]))
@@ -190,15 +240,27 @@ def test_a_value_that_is_given_to_one_name_is_that_of_all() -> None:
     with_a_value()
 
 
-SETTLE, LEASE = "modules.skeleton:Skeleton.settle", "modules.skeleton:Skeleton.lease"
+SHARED = "modules.skeleton:_shared"
+SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle", "lease", "check"))
 
 
 @pytest.mark.parametrize(
     ("law", "bug"),
     [
-        (lambda folder: check("dict of a number", "plain"), Bug("each has its own", LEASE, "same.get(name, name)", "name")),
-        (lambda folder: check("losses", "plain"), Bug("none is known", SETTLE, "same[name] = first", "pass")),
-        (lambda folder: check("linked list", "plain"), Bug("nor after a link", SETTLE, "same[name] = first", "pass")),
+        (
+            lambda folder: check("dict of a number", "plain"),
+            Bug("each has its own", LEASE, "same.get((name,), (name,))", "(name,)"),
+        ),
+        (lambda folder: check("losses", "plain"), Bug("none is known", SHARED, "same[path] = first", "pass")),
+        (lambda folder: check("linked list", "plain"), Bug("nor after a link", SHARED, "same[path] = first", "pass")),
+        (
+            lambda folder: written_later("list"),
+            Bug("what was one is known for one pass", SETTLE, "id(first)", "id(copy)", shows=pytest.fail.Exception),
+        ),
+        (
+            lambda folder: written_later("list"),
+            Bug("two copies are written", CHECK, "_is_written(*copy)", "False", shows=pytest.fail.Exception),
+        ),
         (
             check_saved,
             Bug("what was built is forgotten", LEASE, "self.same if held.same is None else held.same", "held.same or {}"),

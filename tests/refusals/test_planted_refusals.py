@@ -105,7 +105,7 @@ CASES: list[tuple[Callable[[Path], None], Bug]] = [
     ),
     (
         row(modules.REFUSALS, "a list or dict that `forward` writes"),
-        Bug("one list becomes two", "modules.skeleton:Skeleton.check", "self._check_nested(class_name, held)", "pass"),
+        Bug("one list becomes two", "modules.skeleton:Skeleton.check", "_is_written(*copy)", "False"),
     ),
     (
         row(losses.REFUSALS, "params that the loss writes"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.torch_private import version_of
 
-from .buffers import Buffers, HasBuffers, OtherAttribute, OtherAttributes, plain_copy
+from .buffers import AttributePath, Buffers, HasBuffers, OtherAttribute, OtherAttributes, plain_copy
 
 _SMALL = 1 << 16  # bytes of a buffer that each pass copies without asking whether it is ever written
 
@@ -23,7 +23,7 @@ class ModuleValues:
         values: its buffers by name; those that may be written are copies.
         attributes: tensors and numbers that passes have set on it.
         others: what else they have set, which no tree can hold.
-        same: of these the names that are one object, by that of the first; None before the first pass of a state.
+        same: the paths in these at which there is one object, each with the first; None before the first pass of a state.
         looks: whether to compare bits, because it is not known yet what the module writes.
         complete: whether it includes the buffers that a state omits.
     """
@@ -32,7 +32,7 @@ class ModuleValues:
     attributes: dict[str, Any]
     looks: bool
     others: dict[str, OtherAttribute] = attrs.field(factory=dict, init=False)
-    same: Mapping[str, str] | None = attrs.field(default=None, init=False)
+    same: Mapping[AttributePath, AttributePath] | None = attrs.field(default=None, init=False)
     complete: bool = attrs.field(default=False, init=False)
     _before: dict[str, Any] = attrs.field(factory=dict)  # as the state has them
     _versions: dict[str, int] = attrs.field(factory=dict)

@@ -20,6 +20,7 @@ from .slots import Role
 
 BUFFERS = "buffers"  # the name of the slot
 POLICIES = ("first", "mean", "own")
+AttributePath = tuple[Any, ...]  # of a value in a module's attributes: the attribute's name, and the keys inside of it
 _NUMBERS = {torch.bool: bool, torch.int64: int, torch.float64: float, torch.complex128: complex}
 
 
@@ -102,12 +103,12 @@ class OtherAttributes(tree.Uncompared):
     Attributes:
         by_key: for each module by the names of the attributes.
         versions: for each module the version of ``Apply.module`` that the state's last pass, or ``init``, knew.
-        same: for each module the names of attributes that were one object after its last pass, by that of the first.
+        same: for each module the paths at which there was one object after its last pass, each with the first.
     """
 
     by_key: Mapping[str, Mapping[str, OtherAttribute]] = attrs.field(factory=dict)
     versions: Mapping[str, int] = attrs.field(factory=dict)
-    same: Mapping[str, Mapping[str, str] | None] = attrs.field(factory=dict)
+    same: Mapping[str, Mapping[AttributePath, AttributePath] | None] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False)
@@ -220,7 +221,7 @@ class Buffers:
             if isinstance(before, Tensor) and (before.shape, before.dtype) != (value.shape, value.dtype):
                 one, other = (f"{tuple(x.shape)} of {x.dtype}" for x in (value, before))
                 raise ValueError(f"values[{name!r}] is {one}, and the state's is {other}")
-            first = (self.others.same.get(key) or {}).get(name, name)
+            (first,) = (self.others.same.get(key) or {}).get((name,), (name,))
             new = dict.fromkeys((name, first), plain_copy(value) if isinstance(value, Tensor) else value)
             fields[field][key] = fields[field][key] | new
         for module, its in self.known.keys.items():
