@@ -11,6 +11,8 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
+from .module_places import joined
+
 _ATOMS = (str, bytes, int, float, complex, type, types.ModuleType, Tensor)
 _REBUILT = (tuple, types.MethodType, functools.partial)  # cannot be written into, so copies of them are made anew, too
 
@@ -106,17 +108,18 @@ def _leads_to(value: Any, parts: Collection[int], seen: set[int]) -> bool:
     return any(_leads_to(item, parts, seen) for item in (*_inside(value), *fields_of(value).values()))
 
 
-def reached(module: nn.Module, wanted: Collection[int]) -> list[tuple[int, Put]]:
-    """The places other than ``_parameters`` and ``_buffers`` that hold one of the tensors: attributes, containers, closures.
+def reached(module: nn.Module, wanted: Collection[int], besides: Collection[str] = ()) -> list[tuple[int, Put]]:
+    """The places other than ``_parameters`` and ``_buffers`` that hold one of the values: attributes, containers, closures.
 
     Args:
         module: any.
-        wanted: the tensors' ids.
+        wanted: the values' ids.
+        besides: attributes that are not looked into.
     """
     search = _PlaceSearch(wanted, set(map(id, module.modules())))
-    for owner in module.modules():
+    for path, owner in module.named_modules():
         for key, value in vars(owner).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
+            if key not in ("_parameters", "_buffers", "_modules") and joined(path, key) not in besides:
                 search.visit(value, functools.partial(owner.__dict__.__setitem__, key))
     return search.places
 
@@ -249,7 +252,7 @@ class _Rebinding:
 
 @attrs.define(eq=False)
 class _PlaceSearch:
-    """Looks for tensors in places that may be set.
+    """Looks for values in places that may be set.
 
     Attributes:
         wanted: their ids.
@@ -266,6 +269,7 @@ class _PlaceSearch:
         """Looks at a value and into it."""
         if id(value) in self.wanted:
             self.places.append((id(value), put))
+            return
         if id(value) in self._seen or id(value) in self.modules or isinstance(value, _ATOMS):
             return
         if not isinstance(value, tuple):  # each place that a tuple has gets a new one
@@ -276,6 +280,8 @@ class _PlaceSearch:
                     self.visit(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
             self.visit(value.__defaults__, functools.partial(_put_arguments, value))
             self.visit(value.__kwdefaults__, _put_nowhere)
+        elif isinstance(value, types.MethodType):
+            self.visit(value.__self__, _put_nowhere)
         elif isinstance(value, functools.partial):
             self.visit(value.func, _put_nowhere)
             self.visit(value.args, functools.partial(_put_arguments, value))

@@ -17,7 +17,7 @@ from functional_ds.remat.entered import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.buffer_scope import ModuleValues
 
-from .attributes import HiddenAttributes
+from .attributes import HiddenAttributes, parts_of
 from .deep_copy import Put, deep_copy, reached
 from .module_changes import BareParameter, ModuleChanges
 from .module_places import OF_EVERY_MODULE, Place, buffer_names, joined, mutable_attributes, parameter_places
@@ -332,9 +332,8 @@ class Apply:
     def _new(self) -> Skeleton:
         """A new copy, which shares the module's buffers until it gets others."""
         buffers = dict(self.module.named_buffers())
-        memo: dict[int, Any] = {
-            id(x): x for _, value in mutable_attributes(self.module) for x in tree.leaves(value) if isinstance(x, Tensor)
-        }  # leases copy them
+        leaves = (x for _, value in mutable_attributes(self.module) for x in tree.leaves(value))
+        memo: dict[int, Any] = {id(x): x.detach() for x in leaves if isinstance(x, Tensor)}  # leases copy them
         memo.update((id(x), x.detach() if name in self._elsewhere else x) for name, x in buffers.items())
         with unset_fake_temporarily(), torch.inference_mode(False), outside_functorch():
             self._hidden.undo(memo)
@@ -351,6 +350,7 @@ class Apply:
         rnns = [owner for owner in owners.values() if isinstance(owner, nn.RNNBase)]
         mutable = {joined(*place): value for place, value in mutable_attributes(module)}
         tensors = [name for name, value in mutable.items() if not any(id(x) in names for x in tree.leaves(value))]
+        parts = {id(part): (path, part) for name in tensors for path, part in parts_of((name,), mutable[name])}
         return Skeleton(
             module,
             owners,
@@ -364,6 +364,7 @@ class Apply:
             changes=self._changes,
             tensors=tensors,
             placeholders={name: memo[id(x)] for name, x in self._bare.items() if id(x) in memo},
+            references=[(*parts[part_id], put) for part_id, put in reached(module, parts, mutable)] if parts else [],
         )
 
 

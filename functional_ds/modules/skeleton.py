@@ -2,7 +2,6 @@
 
 import functools
 import gc
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from operator import is_
@@ -16,7 +15,7 @@ from functional_ds.base.torch_private import buffers_of, held_elsewhere, paramet
 from functional_ds.step.state.buffer_scope import ModuleValues, bit_equal
 from functional_ds.step.state.buffers import AttributePath, OtherAttribute
 
-from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
+from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, parts_of, put_attribute, usable
 from .deep_copy import Put
 from .module_changes import ModuleChanges
 from .module_places import Place, joined, parted
@@ -59,6 +58,7 @@ class Skeleton:
         version: the version of ``Apply.module`` whose attributes it has.
         changes: those changes.
         attributes: each module's own attributes when it was leased; a call's changes are undone at the end.
+        references: what in ``tensors`` something else in the module refers to, with its path and the place of the reference.
         same: the paths in ``tensors`` at which there is one container or tensor, each with the first.
         tried: whether it ran without values.
         bound: the parameters in place.
@@ -80,6 +80,7 @@ class Skeleton:
     changes: ModuleChanges
     tensors: list[str]
     placeholders: dict[str, Tensor]
+    references: list[tuple[AttributePath, Any, Put]]
     attributes: list[dict[str, Any]] = attrs.field(factory=list)
     tried: bool = False
     identity: tuple[int, ...] = ()
@@ -96,13 +97,17 @@ class Skeleton:
     _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
 
     _parted: list[tuple[str, str, list[tuple[Any, Any, list[Any]]]]] = attrs.field(factory=list)  # were one, and are two copies
+    _referring: list[tuple[AttributePath, Any, Put, Any]] = attrs.field(factory=list)  # with the copy that is there
     same: Mapping[AttributePath, AttributePath] = attrs.field(init=False)
     _homes: list[tuple[str, str, dict[str, Any], str]] = attrs.field(init=False)  # of each parameter: name, place, dict and key
 
     @same.default
     def _same_as_built(self) -> Mapping[AttributePath, AttributePath]:
-        places = ((name, *parted(name)) for name in self.tensors)
-        return _shared({name: vars(self.owners[path]).get(key, ABSENT) for name, path, key in places}, {})
+        return _shared({name: self._now(name) for name in self.tensors}, {})
+
+    def _now(self, name: str) -> Any:
+        path, key = parted(name)
+        return vars(self.owners[path]).get(key, ABSENT)
 
     @_homes.default
     def _homes_of_parameters(self) -> list[tuple[str, str, dict[str, Any], str]]:
@@ -182,6 +187,7 @@ class Skeleton:
         self._copies = {}
         memo: dict[int, Any] = {}  # modules may share a dict, and attributes a tensor
         parts: dict[AttributePath, Any] = {}
+        built: dict[AttributePath, Any] = {}
         same = self.same if held.same is None else held.same
         self._touched = set()
         for name in dict.fromkeys((*self.tensors, *held.attributes, *held.others)):
@@ -197,8 +203,9 @@ class Skeleton:
                     continue
                 value = held.others[first].value
             value = copied(value, memo)
+            built.update(parts_of((name,), vars(owner).get(key)) if self.references else ())
             put_attribute(owner.__dict__, key, value)
-            parts.update(_parts((name,), value))
+            parts.update(parts_of((name,), value))
             if first not in held.others:
                 self._copies[name] = _noted(value)
         self._leased = [
@@ -210,6 +217,11 @@ class Skeleton:
             for path, first in same.items()
             if len(path) + len(first) > 2 and path in parts and first in parts
         ]
+        self._referring = [
+            (path, part, put, parts[path]) for path, part, put in self.references if path in parts and built[path] is part
+        ]
+        for *_, put, copy in self._referring:
+            put(copy)
         self._leased_values = [*chain.from_iterable(map(dict.values, self._leased))]
 
     def _changed(self) -> list[tuple[str, nn.Module, dict[str, Any]]]:
@@ -233,6 +245,8 @@ class Skeleton:
         """Undoes the attributes that calls have set, and stores them in ``held``."""
         memo: dict[int, Any] = {}
         values: dict[str, Any] = {}
+        for _, part, put, _ in self._referring:
+            put(part)
         changed = self._touched.union(path for path, _, _ in self._changed())
         for path, before, leased in zip(self.owners, self.attributes, self._leased, strict=True) if changed else ():
             if path not in changed:
@@ -294,6 +308,15 @@ class Skeleton:
             refuse_flags(class_name)
         if aliases:
             self._check_aliases(class_name, aliases, held)
+        names = {path[0] for path, *_ in self._referring}
+        now = {path: part for name in names for path, part in parts_of((name,), self._now(name))}
+        for path, _, _, copy in self._referring:
+            if now.get(path) is not copy:
+                raise RuntimeError(
+                    f"the module {class_name} set its attribute {_dotted(path)!r} to another {type(copy).__name__}, and "
+                    "something else in it refers to the one before (an object, a list or a function): write into it in place, "
+                    "or refer to it by its name alone"
+                )
         for first, path, copies in self._parted:
             if any(_is_written(*copy) for copy in copies):
                 raise RuntimeError(
@@ -351,15 +374,6 @@ def _is_ours(owner: nn.Module | None, key: str) -> bool:
     return key == "forward" or (key == "_flat_weights" and isinstance(owner, nn.RNNBase))
 
 
-def _parts(path: AttributePath, value: Any) -> Iterator[tuple[AttributePath, Any]]:
-    """The tensors, lists, dicts and deques in a value, with their paths."""
-    if isinstance(value, (Tensor, list, dict, deque)):
-        yield path, value
-    if isinstance(value, (list, tuple, dict, deque)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _parts((*path, key), item)
-
-
 def _shared(values: Mapping[str, Any], copies: Mapping[int, int]) -> dict[AttributePath, AttributePath]:
     """The paths at which there is a container or tensor that another path has, too, each with the first such path.
 
@@ -367,7 +381,7 @@ def _shared(values: Mapping[str, Any], copies: Mapping[int, int]) -> dict[Attrib
         values: the attributes.
         copies: the ids of further copies of one object, each with that of the first.
     """
-    parts = [part for name, value in values.items() for part in _parts((name,), value)]
+    parts = [part for name, value in values.items() for part in parts_of((name,), value)]
     firsts: dict[int, AttributePath] = {}
     same: dict[AttributePath, AttributePath] = {}
     for path, part in sorted(parts, key=lambda part: len(part[0])):
@@ -381,12 +395,12 @@ def _dotted(path: AttributePath) -> str:
 
 
 def _noted(value: Any) -> tuple[Any, Any, list[tuple[Any, int]]]:
-    """A value with its structure and leaves, and the versions of its tensors."""
-    leaves = tree.leaves(value)
-    return value, tree.structure(value), [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]
+    """A value with its structure, the order of keys included, and with its leaves and the versions of its tensors."""
+    structure = tree.structure(value), [list(part) for _, part in parts_of((), value) if isinstance(part, dict)]
+    return value, structure, [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree.leaves(value)]
 
 
 def _is_written(value: Any, structure: Any, leaves: list[tuple[Any, int]]) -> bool:
     """Whether a value has changed since it was noted."""
     _, now, noted = _noted(value)
-    return now != structure or any(x is not y or v != w for (x, v), (y, w) in zip(noted, leaves, strict=True))
+    return bool(now != structure or any(x is not y or v != w for (x, v), (y, w) in zip(noted, leaves, strict=True)))

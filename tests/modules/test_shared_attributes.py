@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,16 +184,10 @@ def ours(build: Callable[[], nn.Module], strategy: str, folder: Path | None = No
     return losses
 
 
-def check(name: str, strategy: str) -> None:
+def check(name: str, strategy: str = "plain") -> None:
     expected = plain(BUILDS[name], 2 if strategy == "accumulate" else 1)
     for losses in comm.simulate(ours, BUILDS[name], strategy, world_size=2 if strategy == "zero(3)" else 1):
         assert losses == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", BUILDS)
-def test_what_modules_share_stays_one(name: str, strategy: str) -> None:
-    check(name, strategy)
 
 
 def check_saved(folder: Path) -> None:
@@ -227,6 +222,106 @@ def test_a_later_write_into_what_a_list_has_too_is_refused(name: str) -> None:
     written_later(name)
 
 
+class Log:
+    """An object of a user's, with slots."""
+
+    __slots__ = ("again", "kept")
+
+    def __init__(self, kept: Any) -> None:
+        self.kept, self.again = kept, [kept]
+
+    def write(self, part: Any, change: Change) -> None:
+        change(Box(self.again[0]))
+
+    def __call__(self, part: Any) -> None:
+        self.again[0].append(1.0)
+
+
+class Box:
+    def __init__(self, shared: Any) -> None:
+        self.shared = shared
+
+
+def by_closure(shared: Any, change: Change) -> Change:
+    return lambda part: change(Box(shared))
+
+
+def by_default(shared: Any, change: Change) -> Change:
+    def write(part: Any, shared: Any = (shared,)) -> None:
+        change(Box(shared[0]))
+
+    return write
+
+
+def by_partial(shared: Any, change: Change) -> Change:
+    return partial(lambda part, shared: change(Box(shared)), shared=shared)
+
+
+def by_object(shared: Any, change: Change) -> Change:
+    return Log(shared) if isinstance(shared, (list, deque)) else by_method(shared, change)
+
+
+def by_method(shared: Any, change: Change) -> Change:
+    return partial(Log(shared).write, change=change)
+
+
+REFERENCES = {"closure": by_closure, "default": by_default, "partial": by_partial, "object": by_object, "method": by_method}
+
+
+class Referred(nn.Module):
+    """What its part has is written by a function that refers to it otherwise."""
+
+    def __init__(self, make: Callable[[], Any], refer: Callable[[Any, Change], Change], write: Change, read: Change) -> None:
+        super().__init__()
+        shared = make()
+        self.read, self.write = Part(shared, read), refer(shared, write)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self)
+        return self.read(x)  # type: ignore[no-any-return]
+
+
+BUILDS |= {
+    f"{name} by {way}": (lambda kind=kind, refer=refer: Referred(kind[0], refer, *kind[1:]))  # type: ignore[misc]
+    for name, kind in KINDS.items()
+    for way, refer in REFERENCES.items()
+}
+
+
+class Replaced(Referred):
+    def forward(self, x: Tensor) -> Tensor:
+        self.read.shared = [*self.read.shared]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", REFERENCES)
+def test_an_attribute_that_something_else_refers_to_is_not_replaced(way: str) -> None:
+    with pytest.raises(RuntimeError, match=r"set its attribute 'read.shared' to another list, and something else in it refers"):
+        ours(lambda: Replaced(list, REFERENCES[way], appends, length), "plain")
+
+
+class Newest(nn.Module):
+    """It moves the entry that was read to the end of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.cache = nn.Linear(3, 3), {"a": 1.0, "b": 2.0, "c": 3.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = next(iter(self.cache))
+        self.cache[name] = factor = self.cache.pop(name)
+        return self.inner(x) * factor  # type: ignore[no-any-return]
+
+
+BUILDS["order of keys"] = Newest
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", BUILDS)
+def test_what_modules_share_stays_one(name: str, strategy: str) -> None:
+    check(name, strategy)
+
+
 def with_a_value() -> None:
     """A value that a user gives to one of the names is that of all."""
     apply, params = fds.functional(Net(*KINDS["dict of a number"]))
@@ -240,7 +335,7 @@ def test_a_value_that_is_given_to_one_name_is_that_of_all() -> None:
     with_a_value()
 
 
-SHARED = "modules.skeleton:_shared"
+SHARED, NOTED, VISIT = "modules.skeleton:_shared", "modules.skeleton:_noted", "modules.deep_copy:_PlaceSearch.visit"
 SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle", "lease", "check"))
 
 
@@ -253,6 +348,15 @@ SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle
         ),
         (lambda folder: check("losses", "plain"), Bug("none is known", SHARED, "same[path] = first", "pass")),
         (lambda folder: check("linked list", "plain"), Bug("nor after a link", SHARED, "same[path] = first", "pass")),
+        (lambda folder: check("list by closure"), Bug("references have their own", LEASE, "put(copy)", "pass")),
+        (
+            lambda folder: check("list by method"),
+            Bug("nor do methods", VISIT, "self.visit(value.__self__, _put_nowhere)", "..."),
+        ),
+        (
+            lambda folder: check("order of keys"),
+            Bug("keys have no order", NOTED, "list(part)", "len(part)"),
+        ),
         (
             lambda folder: written_later("list"),
             Bug("what was one is known for one pass", SETTLE, "id(first)", "id(copy)", shows=pytest.fail.Exception),

@@ -36,7 +36,10 @@ class Two(nn.Module):
         elif how == "one dict":
             self.b.__dict__ = self.a.__dict__
         self.counts = [0]
-        self.table = {"counts": self.counts}
+        if how == "referred":
+            self.last = lambda counts=self.counts: counts[-1]
+        else:
+            self.table = {"counts": self.counts}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "clamp":
@@ -44,6 +47,8 @@ class Two(nn.Module):
                 self.a.weight.clamp_(-0.1, 0.1)
         if self.how == "nested":
             self.counts[0] += 1
+        elif self.how == "referred":
+            self.counts = [*self.counts, 1]
         kept = self.kept.sum() if self.how == "attribute" else 0.0
         return self.b(self.a(x)) + kept  # type: ignore[no-any-return]
 
@@ -226,6 +231,15 @@ REFUSALS = [
         why="A state has trees, whose parts are not shared.",
         instead="Keep one of them; attributes that are one list or dict stay one.",
         program=lambda: train(Two("nested")),
+    ),
+    Refusal(
+        what="an attribute that `forward` sets anew, and to whose list or dict another object or a function refers",
+        error=RuntimeError,
+        says="set its attribute 'counts' to another list, and something else in it refers to the one before",
+        advises="write into it in place, or refer to it by its name alone",
+        why="The one before would be in no state.",
+        instead="Write into it in place, or let the function read the attribute.",
+        program=lambda: train(Two("referred")),
     ),
     Refusal(
         what="a buffer in a weight's memory",
