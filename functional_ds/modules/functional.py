@@ -333,9 +333,9 @@ class Apply:
         """A new copy, which shares the module's buffers until it gets others."""
         buffers = dict(self.module.named_buffers())
         leaves = (x for _, value in mutable_attributes(self.module) for x in tree.leaves(value))
-        memo: dict[int, Any] = {id(x): x.detach() for x in leaves if isinstance(x, Tensor)}  # leases copy them
-        memo.update((id(x), x.detach() if name in self._elsewhere else x) for name, x in buffers.items())
         with unset_fake_temporarily(), torch.inference_mode(False), outside_functorch():
+            memo: dict[int, Any] = {id(x): x.detach() for x in leaves if isinstance(x, Tensor)}  # leases copy them
+            memo.update((id(x), x.detach() if name in self._elsewhere else x) for name, x in buffers.items())
             self._hidden.undo(memo)
             module = deep_copy(self.module, memo)
         owners = dict(module.named_modules())

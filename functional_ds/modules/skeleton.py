@@ -308,6 +308,10 @@ class Skeleton:
             refuse_flags(class_name)
         if aliases:
             self._check_aliases(class_name, aliases, held)
+        self._check_shared(class_name)
+
+    def _check_shared(self, class_name: str) -> None:
+        """Raises an error for changes of what is at several places, if the next pass would not have them at all of these."""
         names = {path[0] for path, *_ in self._referring}
         now = {path: part for name in names for path, part in parts_of((name,), self._now(name))}
         for path, _, _, copy in self._referring:

@@ -336,7 +336,7 @@ def test_a_value_that_is_given_to_one_name_is_that_of_all() -> None:
 
 
 SHARED, NOTED, VISIT = "modules.skeleton:_shared", "modules.skeleton:_noted", "modules.deep_copy:_PlaceSearch.visit"
-SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle", "lease", "check"))
+SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle", "lease", "_check_shared"))
 
 
 @pytest.mark.parametrize(
