@@ -4,7 +4,7 @@ import copy
 import enum
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from functional_ds.base import tree
-from functional_ds.step.state.buffers import AttributePath
 
 
 class Stale:
@@ -188,12 +187,3 @@ def usable(value: Any, memo: dict[int, Any]) -> Any:
             return memo.setdefault(id(leaf), leaf.clone())
 
     return tree.map(one, value)
-
-
-def parts_of(path: AttributePath, value: Any) -> Iterator[tuple[AttributePath, Any]]:
-    """The tensors, lists, dicts and deques in a value, with their paths."""
-    if isinstance(value, (Tensor, list, dict, deque)):
-        yield path, value
-    if isinstance(value, (list, tuple, dict, deque)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from parts_of((*path, key), item)

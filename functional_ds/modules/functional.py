@@ -16,8 +16,9 @@ from functional_ds.comm.worlds.current import is_trial, recorder
 from functional_ds.remat.entered import called, current_region
 from functional_ds.step.pass_scope import Pass, current_pass
 from functional_ds.step.state.buffer_scope import ModuleValues
+from functional_ds.step.state.buffers import parts_of
 
-from .attributes import HiddenAttributes, parts_of
+from .attributes import HiddenAttributes
 from .deep_copy import Put, deep_copy, reached
 from .module_changes import BareParameter, ModuleChanges
 from .module_places import OF_EVERY_MODULE, Place, buffer_names, joined, mutable_attributes, parameter_places

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 from functional_ds.base.torch_private import buffers_of, held_elsewhere, parameters_of, refresh_flat_weights, version_of
 from functional_ds.step.state.buffer_scope import ModuleValues, bit_equal
-from functional_ds.step.state.buffers import AttributePath, OtherAttribute
+from functional_ds.step.state.buffers import AttributePath, OtherAttribute, parts_of
 
-from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, parts_of, put_attribute, usable
+from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import Put
 from .module_changes import ModuleChanges
 from .module_places import Place, joined, parted
@@ -216,6 +216,7 @@ class Skeleton:
             (_dotted(first), _dotted(path), [_noted(parts[first]), _noted(parts[path])])
             for path, first in same.items()
             if len(path) + len(first) > 2 and path in parts and first in parts
+            if parts[path] is not parts[first] or not isinstance(parts[path], Tensor)  # one tensor stays one in a state
         ]
         self._referring = [
             (path, part, put, parts[path]) for path, part, put in self.references if path in parts and built[path] is part

@@ -148,6 +148,7 @@ STRATEGIES: dict[str, list[fds.Transform]] = {
     "plain": [],
     "zero(3)": [T.zero(3)],
     "accumulate": [T.accumulate(2)],
+    "jit": [fds.jit],
 }
 
 
@@ -316,6 +317,7 @@ class Newest(nn.Module):
 BUILDS["order of keys"] = Newest
 
 
+@pytest.mark.filterwarnings("ignore:fds.jit. the step runs eagerly")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", BUILDS)
 def test_what_modules_share_stays_one(name: str, strategy: str) -> None:
@@ -336,6 +338,7 @@ def test_a_value_that_is_given_to_one_name_is_that_of_all() -> None:
 
 
 SHARED, NOTED, VISIT = "modules.skeleton:_shared", "modules.skeleton:_noted", "modules.deep_copy:_PlaceSearch.visit"
+COVERS = "step.state.buffer_sync:Agreement.covers"
 SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle", "lease", "_check_shared"))
 
 
@@ -352,6 +355,14 @@ SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle
         (
             lambda folder: check("list by method"),
             Bug("nor do methods", VISIT, "self.visit(value.__self__, _put_nowhere)", "..."),
+        ),
+        (
+            lambda folder: check("order of keys", "jit"),
+            Bug("one graph for all orders", "step.state.buffers:Buffers.links", "list(part)", "len(part)"),
+        ),
+        (
+            lambda folder: check("order of keys", "zero(3)"),
+            Bug("ranks have the first order", COVERS, "repr(sorted(forms.items()))", "forms"),
         ),
         (
             lambda folder: check("order of keys"),

@@ -41,7 +41,8 @@ def kind_of(state: State, batch: Any) -> Any:
         *map(torch.is_autocast_enabled, ("cpu", "cuda")),
         torch.are_deterministic_algorithms_enabled(),
     )
-    return structure, tuple(map(leaf_kind, leaves)), flags
+    held = state.slots.get(BUFFERS)
+    return structure, tuple(map(leaf_kind, leaves)), held.links() if isinstance(held, Buffers) else "", flags
 
 
 def is_settled(state: State) -> bool:

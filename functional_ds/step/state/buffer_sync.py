@@ -48,7 +48,8 @@ class Agreement:
         """Whether it includes what this rank's modules write now."""
         mine = buffers.known.mine
         known = self.written == mine if self.by_writer else mine <= self.givers.keys()
-        return known and self.own_forms == _forms_set(buffers)
+        one, other = (repr(sorted(forms.items())) for forms in (self.own_forms, _forms_set(buffers)))  # with the order of keys
+        return known and one == other
 
 
 def unagreed(state: State) -> Tensor | None:

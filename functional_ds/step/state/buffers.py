@@ -5,7 +5,7 @@ to it; ``collect`` gives the buffers of the next state. The tensors of the state
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
 import attrs
@@ -187,6 +187,14 @@ class Buffers:
         key = self.known.keys.get(module)
         return {} if key is None else self.values[key]
 
+    def links(self) -> str:
+        """What a pass reads beside values and structure: the order of keys in attributes, and which of these are one object."""
+        named = [((key, name), held[name]) for key, held in sorted(self.attributes.items()) for name in sorted(held)]
+        parts = [part for path, value in named for part in parts_of(path, value)]
+        orders = [(path, list(part)) for path, part in parts if isinstance(part, dict)]
+        same = [(key, pair) for key, pairs in self.others.same.items() for pair in (pairs or {}).items()]
+        return repr((orders, [(key, pair) for key, pair in same if pair[0][0] in self.attributes[key]]))
+
     def named(self) -> Any:
         """By name; for several modules by their keys first."""
         by_module = {key: {**values, **self.attributes.get(key, {})} for key, values in self.values.items()}
@@ -303,3 +311,12 @@ def plain_copy(buffer: Any) -> Any:
         return None
     with torch.inference_mode(False), recorder().unseen():  # no other recorder records it as a part of the function
         return buffer.detach().clone()
+
+
+def parts_of(path: AttributePath, value: Any) -> Iterator[tuple[AttributePath, Any]]:
+    """The tensors, lists, dicts and deques in a value, with their paths."""
+    if isinstance(value, (Tensor, list, dict, deque)):
+        yield path, value
+    if isinstance(value, (list, tuple, dict, deque)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from parts_of((*path, key), item)
