@@ -15,7 +15,7 @@ from functional_ds.base.torch_private import buffers_of, held_elsewhere, paramet
 from functional_ds.step.state.buffer_scope import ModuleValues, bit_equal
 from functional_ds.step.state.buffers import AttributePath, OtherAttribute, parts_of
 
-from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
+from .attributes import ABSENT, Stale, copied, has_graph, is_state, is_written, kept, noted, put_attribute, shared_paths, usable
 from .deep_copy import Put
 from .module_changes import ModuleChanges
 from .module_places import Place, joined, parted
@@ -103,7 +103,7 @@ class Skeleton:
 
     @same.default
     def _same_as_built(self) -> Mapping[AttributePath, AttributePath]:
-        return _shared({name: self._now(name) for name in self.tensors}, {})
+        return shared_paths({name: self._now(name) for name in self.tensors}, {})
 
     def _now(self, name: str) -> Any:
         path, key = parted(name)
@@ -207,13 +207,13 @@ class Skeleton:
             put_attribute(owner.__dict__, key, value)
             parts.update(parts_of((name,), value))
             if first not in held.others:
-                self._copies[name] = _noted(value)
+                self._copies[name] = noted(value)
         self._leased = [
             dict(vars(owner)) if path in self._touched else before
             for (path, owner), before in zip(self.owners.items(), self.attributes, strict=True)
         ]
         self._parted = [
-            (_dotted(first), _dotted(path), [_noted(parts[first]), _noted(parts[path])])
+            (_dotted(first), _dotted(path), [noted(parts[first]), noted(parts[path])])
             for path, first in same.items()
             if len(path) + len(first) > 2 and path in parts and first in parts
             if parts[path] is not parts[first] or not isinstance(parts[path], Tensor)  # one tensor stays one in a state
@@ -237,7 +237,7 @@ class Skeleton:
     def _has_written(self, name: str, value: Any, before: Any, held: ModuleValues) -> bool:
         """Whether calls have set an attribute, or written into its tensors."""
         given, structure, versions = self._copies.get(name, (None, None, []))
-        if name in held.attributes or value is not given or _is_written(value, structure, versions):
+        if name in held.attributes or value is not given or is_written(value, structure, versions):
             return True
         leaves = [x for x in tree.leaves(value) if isinstance(x, Tensor)]
         return held.looks and not all(map(bit_equal, leaves, [x for x in tree.leaves(before) if isinstance(x, Tensor)]))
@@ -261,7 +261,7 @@ class Skeleton:
                 if value is not before.get(key, ABSENT):
                     put_attribute(now, key, before.get(key, ABSENT))
         if held is not None:
-            held.same = _shared(values, {id(copy): id(first) for *_, ((first, *_), (copy, *_)) in self._parted})
+            held.same = shared_paths(values, {id(copy): id(first) for *_, ((first, *_), (copy, *_)) in self._parted})
             for (name, *inside), (first, *_) in held.same.items():
                 for stored in (held.attributes, held.others) if not inside else ():
                     stored.update({first: stored[name]} if name in stored and first not in stored else {})
@@ -323,7 +323,7 @@ class Skeleton:
                     "or refer to it by its name alone"
                 )
         for first, path, copies in self._parted:
-            if any(_is_written(*copy) for copy in copies):
+            if any(is_written(*copy) for copy in copies):
                 raise RuntimeError(
                     f"the module {class_name} wrote into its attributes, of which {first!r} and {path!r} are one "
                     f"{type(copies[0][0]).__name__}, and a state would have two: keep one of them, or make both attributes of "
@@ -379,33 +379,5 @@ def _is_ours(owner: nn.Module | None, key: str) -> bool:
     return key == "forward" or (key == "_flat_weights" and isinstance(owner, nn.RNNBase))
 
 
-def _shared(values: Mapping[str, Any], copies: Mapping[int, int]) -> dict[AttributePath, AttributePath]:
-    """The paths at which there is a container or tensor that another path has, too, each with the first such path.
-
-    Args:
-        values: the attributes.
-        copies: the ids of further copies of one object, each with that of the first.
-    """
-    parts = [part for name, value in values.items() for part in parts_of((name,), value)]
-    firsts: dict[int, AttributePath] = {}
-    same: dict[AttributePath, AttributePath] = {}
-    for path, part in sorted(parts, key=lambda part: len(part[0])):
-        if path[:1] not in same and (first := firsts.setdefault(copies.get(id(part), id(part)), path)) != path:
-            same[path] = first
-    return same
-
-
 def _dotted(path: AttributePath) -> str:
     return ".".join(map(str, path))
-
-
-def _noted(value: Any) -> tuple[Any, Any, list[tuple[Any, int]]]:
-    """A value with its structure, the order of keys included, and with its leaves and the versions of its tensors."""
-    structure = tree.structure(value), [list(part) for _, part in parts_of((), value) if isinstance(part, dict)]
-    return value, structure, [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree.leaves(value)]
-
-
-def _is_written(value: Any, structure: Any, leaves: list[tuple[Any, int]]) -> bool:
-    """Whether a value has changed since it was noted."""
-    _, now, noted = _noted(value)
-    return bool(now != structure or any(x is not y or v != w for (x, v), (y, w) in zip(noted, leaves, strict=True)))

@@ -337,7 +337,7 @@ def test_a_value_that_is_given_to_one_name_is_that_of_all() -> None:
     with_a_value()
 
 
-SHARED, NOTED, VISIT = "modules.skeleton:_shared", "modules.skeleton:_noted", "modules.deep_copy:_PlaceSearch.visit"
+SHARED, NOTED, VISIT = "modules.attributes:shared_paths", "modules.attributes:noted", "modules.deep_copy:_PlaceSearch.visit"
 COVERS = "step.state.buffer_sync:Agreement.covers"
 SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle", "lease", "_check_shared"))
 
@@ -374,7 +374,7 @@ SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle
         ),
         (
             lambda folder: written_later("list"),
-            Bug("two copies are written", CHECK, "_is_written(*copy)", "False", shows=pytest.fail.Exception),
+            Bug("two copies are written", CHECK, "is_written(*copy)", "False", shows=pytest.fail.Exception),
         ),
         (
             check_saved,

@@ -105,7 +105,7 @@ CASES: list[tuple[Callable[[Path], None], Bug]] = [
     ),
     (
         row(modules.REFUSALS, "a list or dict that `forward` writes"),
-        Bug("one list becomes two", "modules.skeleton:Skeleton._check_shared", "_is_written(*copy)", "False"),
+        Bug("one list becomes two", "modules.skeleton:Skeleton._check_shared", "is_written(*copy)", "False"),
     ),
     (
         row(losses.REFUSALS, "params that the loss writes"),
