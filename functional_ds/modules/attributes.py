@@ -215,5 +215,5 @@ def noted(value: Any) -> tuple[Any, Any, list[tuple[Any, int]]]:
 
 def is_written(value: Any, structure: Any, leaves: list[tuple[Any, int]]) -> bool:
     """Whether a value has changed since it was noted."""
-    _, now, noted = noted(value)
-    return bool(now != structure or any(x is not y or v != w for (x, v), (y, w) in zip(noted, leaves, strict=True)))
+    _, now, rows = noted(value)
+    return bool(now != structure or any(x is not y or v != w for (x, v), (y, w) in zip(rows, leaves, strict=True)))
