@@ -3,7 +3,7 @@
 import copy
 import enum
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -183,12 +183,15 @@ def usable(value: Any, memo: dict[int, Any]) -> Any:
     """A structure with tensors that training may use, also if they were made in inference mode."""
 
     def one(leaf: Any) -> Any:
+        if type(leaf) is OrderedDict:  # optree does not see what ``move_to_end`` does
+            fresh = OrderedDict(leaf)
+            return tree.map(one, fresh, is_leaf=lambda item: type(item) is OrderedDict and item is not fresh)
         if not isinstance(leaf, Tensor) or not leaf.is_inference():
             return leaf
         with torch.inference_mode(False):
             return memo.setdefault(id(leaf), leaf.clone())
 
-    return tree.map(one, value)
+    return tree.map(one, value, is_leaf=lambda item: type(item) is OrderedDict)
 
 
 def shared_paths(values: Mapping[str, Any], copies: Mapping[int, int]) -> dict[AttributePath, AttributePath]:
@@ -207,7 +210,10 @@ def shared_paths(values: Mapping[str, Any], copies: Mapping[int, int]) -> dict[A
     return same
 
 
-def noted(value: Any) -> tuple[Any, Any, list[tuple[Any, int]]]:
+Noted = tuple[Any, Any, list[tuple[Any, int]]]  # a value with its structure, its leaves and the versions of its tensors
+
+
+def noted(value: Any) -> Noted:
     """A value with its structure, the order of keys included, and with its leaves and the versions of its tensors."""
     structure = tree.structure(value), [list(part) for _, part in parts_of((), value) if isinstance(part, dict)]
     return value, structure, [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree.leaves(value)]

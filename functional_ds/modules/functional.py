@@ -31,6 +31,7 @@ from .refusals import (
     refuse_loading,
     refuse_lost_writes,
     refuse_placeholders,
+    refuse_reruns,
 )
 from .shared_memory import SharedMemory
 from .skeleton import Skeleton
@@ -255,9 +256,11 @@ class Apply:
         finally:
             if not trial:
                 assigned = skeleton.note(held)
+                reruns = bool(skeleton.calls) or current_region() is not None
                 if self._elsewhere:
-                    reruns = bool(skeleton.calls) or current_region() is not None
                     check_elsewhere(class_name, self._elsewhere, assigned, held.written() if reruns else ())
+                if reruns:
+                    refuse_reruns(class_name, "attribute", skeleton.written_references())
                 self._learn(held)
             if temporary:
                 self._release(skeleton, held)

@@ -1,6 +1,6 @@
 """Errors for unsupported modules and calls."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -141,10 +141,15 @@ def check_elsewhere(class_name: str, names: Collection[str], assigned: Collectio
     where = f"which something else in {class_name} refers to, too (an attribute, a list or a function)"
     for name in sorted({*names}.intersection(assigned)):
         raise RuntimeError(f"a call assigned its buffer {name!r}, {where}: write it in place, or refer to it by its name alone")
-    for name in sorted({*names}.intersection(rerun)):
+    refuse_reruns(class_name, "buffer", sorted({*names}.intersection(rerun)))
+
+
+def refuse_reruns(class_name: str, what: str, written: Sequence[str]) -> None:
+    """Raises an error for what a call has written, a recomputation writes again, and something else refers to, if any is."""
+    for name in written:
         raise RuntimeError(
-            f"a call under remat wrote its buffer {name!r}, {where}, where a recomputation cannot put its old value: refer "
-            "to it by its name alone"
+            f"a call under remat wrote its {what} {name!r}, which something else in {class_name} refers to, too (an attribute, "
+            "a list or a function), where a recomputation cannot put its old value: refer to it by its name alone"
         )
 
 

@@ -15,7 +15,20 @@ from functional_ds.base.torch_private import buffers_of, held_elsewhere, paramet
 from functional_ds.step.state.buffer_scope import ModuleValues, bit_equal
 from functional_ds.step.state.buffers import AttributePath, OtherAttribute, parts_of
 
-from .attributes import ABSENT, Stale, copied, has_graph, is_state, is_written, kept, noted, put_attribute, shared_paths, usable
+from .attributes import (
+    ABSENT,
+    Noted,
+    Stale,
+    copied,
+    has_graph,
+    is_state,
+    is_written,
+    kept,
+    noted,
+    put_attribute,
+    shared_paths,
+    usable,
+)
 from .deep_copy import Put
 from .module_changes import ModuleChanges
 from .module_places import Place, joined, parted
@@ -92,12 +105,12 @@ class Skeleton:
     _leased: list[dict[str, Any]] = attrs.field(factory=list)  # the attributes with what the state had
     _leased_values: list[Any] = attrs.field(factory=list)  # of all these
     _touched: set[str] = attrs.field(factory=set)  # the modules in which they differ from ``attributes``
-    _copies: dict[str, tuple[Any, Any, list[Any]]] = attrs.field(factory=dict)  # with their structure, leaves and versions
+    _copies: dict[str, Noted] = attrs.field(factory=dict)
     _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
     _shared: list[dict[str, Any]] = attrs.field(init=False)  # what it had there by itself
 
-    _parted: list[tuple[str, str, list[tuple[Any, Any, list[Any]]]]] = attrs.field(factory=list)  # were one, and are two copies
-    _referring: list[tuple[AttributePath, Any, Put, Any]] = attrs.field(factory=list)  # with the copy that is there
+    _parted: list[tuple[str, str, list[Noted]]] = attrs.field(factory=list)  # were one, and are two copies
+    _referring: list[tuple[AttributePath, Any, Put, Noted]] = attrs.field(factory=list)  # with the copy that is there
     same: Mapping[AttributePath, AttributePath] = attrs.field(init=False)
     _homes: list[tuple[str, str, dict[str, Any], str]] = attrs.field(init=False)  # of each parameter: name, place, dict and key
 
@@ -219,9 +232,11 @@ class Skeleton:
             if parts[path] is not parts[first] or not isinstance(parts[path], Tensor)  # one tensor stays one in a state
         ]
         self._referring = [
-            (path, part, put, parts[path]) for path, part, put in self.references if path in parts and built[path] is part
+            (path, part, put, noted(parts[path]))
+            for path, part, put in self.references
+            if path in parts and built[path] is part
         ]
-        for *_, put, copy in self._referring:
+        for *_, put, (copy, *_) in self._referring:
             put(copy)
         self._leased_values = [*chain.from_iterable(map(dict.values, self._leased))]
 
@@ -315,20 +330,29 @@ class Skeleton:
         """Raises an error for changes of what is at several places, if the next pass would not have them at all of these."""
         names = {path[0] for path, *_ in self._referring}
         now = {path: part for name in names for path, part in parts_of((name,), self._now(name))}
-        for path, _, _, copy in self._referring:
+        for path, _, _, (copy, *_) in self._referring:
             if now.get(path) is not copy:
                 raise RuntimeError(
-                    f"the module {class_name} set its attribute {_dotted(path)!r} to another {type(copy).__name__}, and "
-                    "something else in it refers to the one before (an object, a list or a function): write into it in place, "
-                    "or refer to it by its name alone"
+                    f"after a call of the module {class_name} its attribute {_dotted(path)!r} is another "
+                    f"{type(copy).__name__}, and something else in it refers to the one before (an object, a list or a "
+                    "function): write into it in place, or refer to it by its name alone"
                 )
         for first, path, copies in self._parted:
-            if any(is_written(*copy) for copy in copies):
+            if any(is_written(*copy) for copy in copies) and {id(copy) for copy, *_ in copies} <= self._reached():
                 raise RuntimeError(
                     f"the module {class_name} wrote into its attributes, of which {first!r} and {path!r} are one "
                     f"{type(copies[0][0]).__name__}, and a state would have two: keep one of them, or make both attributes of "
                     "modules themselves"
                 )
+
+    def _reached(self) -> set[int]:
+        """The ids of the containers and tensors in the modules' attributes."""
+        values = chain.from_iterable(vars(owner).values() for owner in self.owners.values())
+        return {id(part) for value in values for _, part in parts_of((), value)}
+
+    def written_references(self) -> list[str]:
+        """The attributes that calls have written and to which something else in the module refers."""
+        return [_dotted(path) for path, _, _, copy in self._referring if is_written(*copy)]
 
     def _check_aliases(self, class_name: str, aliases: Mapping[str, str], held: ModuleValues) -> None:
         """Raises an error for writes into an attribute that shared memory with another one or a buffer: here they differ."""

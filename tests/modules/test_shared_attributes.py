@@ -1,6 +1,6 @@
 """A list, dict or tensor that several modules have stays one from step to step, as in plain PyTorch."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -149,6 +149,7 @@ STRATEGIES: dict[str, list[fds.Transform]] = {
     "zero(3)": [T.zero(3)],
     "accumulate": [T.accumulate(2)],
     "jit": [fds.jit],
+    "remat": [T.remat("")],
 }
 
 
@@ -297,7 +298,7 @@ class Replaced(Referred):
 
 @pytest.mark.parametrize("way", REFERENCES)
 def test_an_attribute_that_something_else_refers_to_is_not_replaced(way: str) -> None:
-    with pytest.raises(RuntimeError, match=r"set its attribute 'read.shared' to another list, and something else in it refers"):
+    with pytest.raises(RuntimeError, match=r"its attribute 'read.shared' is another list, and something else in it refers"):
         ours(lambda: Replaced(list, REFERENCES[way], appends, length), "plain")
 
 
@@ -314,11 +315,42 @@ class Newest(nn.Module):
         return self.inner(x) * factor  # type: ignore[no-any-return]
 
 
-BUILDS["order of keys"] = Newest
+class Moved(Newest):
+    """It does so with a method of ordered dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = OrderedDict(self.cache)
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = next(iter(self.cache))
+        self.cache.move_to_end(name)  # type: ignore[attr-defined]
+        return self.inner(x) * self.cache[name]  # type: ignore[no-any-return]
+
+
+class Report(Net):
+    """Each pass makes a new record of what it writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.last = [y.detach(), self.a.shared]
+        return y  # type: ignore[no-any-return]
+
+
+BUILDS |= {"order of keys": Newest, "order of moved keys": Moved}
+BUILDS |= {f"report of a {name}": (lambda kind=kind: Report(*kind)) for name, kind in KINDS.items()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("way", REFERENCES)
+def test_a_recomputation_of_what_is_written_through_a_reference_is_refused(name: str, way: str) -> None:
+    make, *change = KINDS[name]
+    with pytest.raises(RuntimeError, match=r"under remat wrote its attribute 'read.shared', which something else in Referred"):
+        ours(lambda: Referred(make, REFERENCES[way], *change), "remat")
 
 
 @pytest.mark.filterwarnings("ignore:fds.jit. the step runs eagerly")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "remat"])
 @pytest.mark.parametrize("name", BUILDS)
 def test_what_modules_share_stays_one(name: str, strategy: str) -> None:
     check(name, strategy)

@@ -235,7 +235,7 @@ REFUSALS = [
     Refusal(
         what="an attribute that `forward` sets anew, and to whose list or dict another object or a function refers",
         error=RuntimeError,
-        says="set its attribute 'counts' to another list, and something else in it refers to the one before",
+        says="its attribute 'counts' is another list, and something else in it refers to the one before",
         advises="write into it in place, or refer to it by its name alone",
         why="The one before would be in no state.",
         instead="Write into it in place, or let the function read the attribute.",
