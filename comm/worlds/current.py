@@ -53,7 +53,7 @@ class CallRecorder:
     def gathers(self, gathering: UnitGathering) -> None:
         """Notes how units of params are gathered."""
 
-    def ran(self, module: Any, modes: tuple[int, ...]) -> None:
+    def ran(self, module: Any) -> None:
         """Notes the modes in which the loss runs a module."""
 
     def buffer(self, module: Any, name: str, buffer: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -309,8 +309,9 @@ def node_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
-# Makes ``isinstance(tensor, nn.Parameter)`` true, for losses that search for parameters.
-mark_parameter: Callable[[Tensor], None] = methodcaller("__setattr__", "_is_param", True)
+def mark_parameter(tensor: Tensor) -> None:
+    """Makes ``isinstance(tensor, nn.Parameter)`` true, for losses that search for parameters."""
+    tensor._is_param = True
 
 
 def has_late_hooks(tensor: Tensor) -> bool:

@@ -232,7 +232,7 @@ class Apply:
         *,
         trial: bool,
     ) -> Any:
-        recorder().ran(self, self.modes)
+        recorder().ran(self)
         skeleton, temporary = self._lease(params, held, pass_, trial)
         skeleton.put(held)
         class_name = type(self.module).__name__
@@ -256,11 +256,10 @@ class Apply:
         finally:
             if not trial:
                 assigned = skeleton.note(held)
-                reruns = bool(skeleton.calls) or current_region() is not None
-                if self._elsewhere:
+                if self._elsewhere or skeleton.references:
+                    reruns = bool(skeleton.calls) or current_region() is not None
                     check_elsewhere(class_name, self._elsewhere, assigned, held.written() if reruns else ())
-                if reruns:
-                    refuse_reruns(class_name, "attribute", skeleton.written_references())
+                    refuse_reruns(class_name, "attribute", skeleton.written_references() if reruns else ())
                 self._learn(held)
             if temporary:
                 self._release(skeleton, held)
@@ -336,7 +335,7 @@ class Apply:
     def _new(self) -> Skeleton:
         """A new copy, which shares the module's buffers until it gets others."""
         buffers = dict(self.module.named_buffers())
-        leaves = (x for _, value in mutable_attributes(self.module) for x in tree.leaves(value))
+        leaves = tree.leaves([value for _, value in mutable_attributes(self.module)])
         with unset_fake_temporarily(), torch.inference_mode(False), outside_functorch():
             memo: dict[int, Any] = {id(x): x.detach() for x in leaves if isinstance(x, Tensor)}  # leases copy them
             memo.update((id(x), x.detach() if name in self._elsewhere else x) for name, x in buffers.items())

@@ -1,13 +1,15 @@
-"""Tensors of a module that share memory, which functional values cannot."""
+"""Tensors of a module that share memory, which functional values cannot, and values at several places among attributes."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import attrs
 from torch import Tensor, nn
 
 from functional_ds.base import tree
 from functional_ds.base.byte_ranges import overlapping
-from functional_ds.base.torch_private import buffers_of
+from functional_ds.base.torch_private import buffers_of, version_of
+from functional_ds.step.state.buffers import AttributePath, parts_of
 
 from .attributes import Stale
 from .module_places import Place, joined
@@ -86,3 +88,34 @@ class SharedMemory:
                 pairs = ((one.name, other.name), (other.name, one.name))
                 aliases |= {name: its for name, its in pairs if name not in buffers}
         return SharedMemory(shared, aliases, stale)
+
+
+def shared_paths(values: Mapping[str, Any], copies: Mapping[int, int]) -> dict[AttributePath, AttributePath]:
+    """The paths at which there is a container or tensor that another path has, too, each with the first such path.
+
+    Args:
+        values: the attributes.
+        copies: the ids of further copies of one object, each with that of the first.
+    """
+    parts = [part for name, value in values.items() for part in parts_of((name,), value)]
+    firsts: dict[int, AttributePath] = {}
+    same: dict[AttributePath, AttributePath] = {}
+    for path, part in sorted(parts, key=lambda part: len(part[0])):
+        if path[:1] not in same and (first := firsts.setdefault(copies.get(id(part), id(part)), path)) != path:
+            same[path] = first
+    return same
+
+
+Noted = tuple[Any, Any, list[tuple[Any, int]]]  # a value with its structure, its leaves and the versions of its tensors
+
+
+def noted(value: Any) -> Noted:
+    """A value with its structure, the order of keys included, and with its leaves and the versions of its tensors."""
+    structure = tree.structure(value), [list(part) for _, part in parts_of((), value) if isinstance(part, dict)]
+    return value, structure, [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree.leaves(value)]
+
+
+def is_written(value: Any, structure: Any, leaves: list[tuple[Any, int]]) -> bool:
+    """Whether a value has changed since it was noted."""
+    _, now, rows = noted(value)
+    return bool(now != structure or any(x is not y or v != w for (x, v), (y, w) in zip(rows, leaves, strict=True)))

@@ -15,24 +15,12 @@ from functional_ds.base.torch_private import buffers_of, held_elsewhere, paramet
 from functional_ds.step.state.buffer_scope import ModuleValues, bit_equal
 from functional_ds.step.state.buffers import AttributePath, OtherAttribute, parts_of
 
-from .attributes import (
-    ABSENT,
-    Noted,
-    Stale,
-    copied,
-    has_graph,
-    is_state,
-    is_written,
-    kept,
-    noted,
-    put_attribute,
-    shared_paths,
-    usable,
-)
+from .attributes import ABSENT, Stale, copied, has_graph, is_state, kept, put_attribute, usable
 from .deep_copy import Put
 from .module_changes import ModuleChanges
 from .module_places import Place, joined, parted
 from .refusals import refuse_flags
+from .shared_memory import Noted, is_written, noted, shared_paths
 
 
 class RunBy(functools.partial[Any]):

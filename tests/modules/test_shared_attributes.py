@@ -369,7 +369,8 @@ def test_a_value_that_is_given_to_one_name_is_that_of_all() -> None:
     with_a_value()
 
 
-SHARED, NOTED, VISIT = "modules.attributes:shared_paths", "modules.attributes:noted", "modules.deep_copy:_PlaceSearch.visit"
+SHARED, NOTED = "modules.shared_memory:shared_paths", "modules.shared_memory:noted"
+VISIT = "modules.deep_copy:_PlaceSearch.visit"
 COVERS = "step.state.buffer_sync:Agreement.covers"
 SETTLE, LEASE, CHECK = (f"modules.skeleton:Skeleton.{name}" for name in ("settle", "lease", "_check_shared"))
 

@@ -126,9 +126,9 @@ class GraphRecorder(CallRecorder):
         """For graph passes that do the same."""
         self.notes.gathering = gathering
 
-    def ran(self, module: Any, modes: tuple[int, ...]) -> None:
+    def ran(self, module: Any) -> None:
         """The modes are those of a graph's calls."""
-        self.notes.modes[module] = modes
+        self.notes.modes[module] = module.modes
 
     def buffer(self, module: Any, name: str, buffer: Tensor) -> Tensor:
         """An input of the graph."""
