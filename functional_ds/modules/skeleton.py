@@ -325,10 +325,10 @@ class Skeleton:
                     f"{type(copy).__name__}, and something else in it refers to the one before (an object, a list or a "
                     "function): write into it in place, or refer to it by its name alone"
                 )
-        for first, path, copies in self._parted:
+        for one, other, copies in self._parted:
             if any(is_written(*copy) for copy in copies) and {id(copy) for copy, *_ in copies} <= self._reached():
                 raise RuntimeError(
-                    f"the module {class_name} wrote into its attributes, of which {first!r} and {path!r} are one "
+                    f"the module {class_name} wrote into its attributes, of which {one!r} and {other!r} are one "
                     f"{type(copies[0][0]).__name__}, and a state would have two: keep one of them, or make both attributes of "
                     "modules themselves"
                 )

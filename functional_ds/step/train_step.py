@@ -107,7 +107,7 @@ def train_step(
         "prepare": lambda step, params: params,
         "init": init,
         "view": lambda step, state, trains, whole: stored_view(
-            state.params, trains=trains, looks=trains and step.guarded and not state.graphs.kinds
+            state.params, trains=trains, looks=trains and step.guarded and state.begins()
         ),
         "loss": loss,
         "forward": lambda step, state, function, batch: function(batch),

@@ -13,6 +13,7 @@ import functional_ds as fds
 from functional_ds import comm
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
+from functional_ds.step.views import graph_checks
 
 Batch = tuple[Tensor, Tensor]
 
@@ -314,3 +315,48 @@ def test_a_frozen_quantized_param_is_left_alone() -> None:
     step = fds.train_step(lambda p, x: (x @ p["w"] + p["q"].dequantize()).square().mean(), fds.sgd(0.1))
     state, _ = step(step.init({"w": torch.ones(4, 4), "q": frozen}), torch.ones(2, 4))
     assert torch.equal(state.params["q"].int_repr(), frozen.int_repr())
+
+
+def _pipeline() -> list[Any]:
+    parts = [fds.functional(nn.Linear(4, 4)) for _ in range(2)]
+    stages = pp.stages(
+        [apply for apply, _ in parts], [p for _, p in parts], inputs=lambda x: x, loss=lambda y, x: y.square().mean()
+    )
+    return [
+        T.pipeline(pp.interleaved_one_f_one_b(1, 2, v=2), stages)(fds.train_step(stages, fds.sgd(0.05))),
+        [p for _, p in parts],
+    ]
+
+
+def _whole(*strategy: Any) -> list[Any]:
+    apply, params = fds.functional(nn.Linear(4, 4))
+    return [fds.compose(*strategy)(fds.train_step(lambda p, x: apply(p, x).square().mean(), fds.sgd(0.05))), params]
+
+
+COMPARING: dict[str, Callable[[], list[Any]]] = {
+    "none": _whole,
+    "accumulate": lambda: _whole(T.accumulate(2)),
+    "zero 2": lambda: _whole(T.zero(2)),
+    "zero 3": lambda: _whole(T.zero(3)),
+    "pipeline": _pipeline,
+}
+
+
+@pytest.mark.parametrize("strategy", COMPARING)
+def test_values_of_params_are_compared_in_the_first_step_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at all bits costs a pass over the params' memory."""
+    looks, bits = 0, graph_checks.bit_sums
+
+    def looking(param: Tensor) -> tuple[Tensor, ...]:
+        nonlocal looks
+        looks += 1
+        return bits(param)
+
+    monkeypatch.setattr(graph_checks, "bit_sums", looking)
+    step, params = COMPARING[strategy]()
+    state, counts = step.init(params), []
+    for index in range(3):
+        looks = 0
+        state, _ = step(state, _batch(index)[0])
+        counts.append(looks)
+    assert counts[0] > 0 and counts[1:] == [0, 0]

@@ -271,7 +271,7 @@ class Zero(ZeroConfig):
             device,
             trains=trains,
             whole=whole,
-            looks=trains and step.guarded and not state.graphs.kinds,
+            looks=trains and step.guarded and state.begins(),
             reshard_last_units=self.reshard_last_units,
         )
         return params.view()

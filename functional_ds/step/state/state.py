@@ -129,6 +129,10 @@ class State:
         """A copy with these slots set."""
         return tree.replace(self, slots={**self.slots, **slots})
 
+    def begins(self) -> bool:
+        """Whether this is the first training pass on values, which is inspected for writes of the loss into params."""
+        return has_values(self.step) and self.graphs.is_new("writes of the loss")
+
     def __repr__(self) -> str:
         if not self.__dict__:
             return "State(donated)"
