@@ -7,7 +7,8 @@ A contest is a forward and backward pass of one layer: router, exchange, gated M
 experts as in Mixtral, where the products take the time, and with many small ones as in Qwen3-MoE. All contenders hold
 equal weights and get equal tokens; their results and gradients are compared with ours before anything is timed. A round
 times each contender once, by its slowest rank. The ratio is our median over the rounds divided by theirs. Those that are
-not installed take no part.
+not installed take no part. "products" is a bound: the experts' MLPs alone, one after the other, on as many rows as they get,
+without router and exchange.
 """
 
 import argparse
@@ -154,6 +155,22 @@ def deepspeed_layer(flags: argparse.Namespace, x: Tensor, probe: Tensor, own: sl
     return once
 
 
+def products(flags: argparse.Namespace, own: slice, counts: Sequence[int]) -> Callable[[], object]:
+    """Forward and backward pass of this rank's experts, each on as many rows as it gets."""
+    whole = weights_of(flags)
+    experts = zip(whole["gate_up"][own], whole["down"][own], [numbers(7, rows, flags.width) for rows in counts], strict=True)
+    leaves = [[leaf.clone().requires_grad_() for leaf in expert] for expert in experts]
+
+    def once() -> object:
+        found = []
+        for gate_up, down, rows in leaves:
+            gate, up = F.linear(rows, gate_up).chunk(2, -1)
+            found += torch.autograd.grad(F.linear(F.silu(gate) * up, down).sum(), (gate_up, down, rows))
+        return found
+
+    return once
+
+
 def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
     """What each rank runs; a row for each shape and other contender."""
     torch.set_num_threads(1)
@@ -177,9 +194,11 @@ def contest(flags: argparse.Namespace, shape: str) -> list[dict[str, Any]]:
         if importlib.util.find_spec(package) is not None
     }
     expected = passes["ours"]()
-    gaps = {name: difference(once(), expected) for name, once in passes.items()}
-    times = seconds(passes, flags.rounds)
-    others = [name for name in passes if name != "ours"]
+    gaps = {"products": 0.0} | {name: difference(once(), expected) for name, once in passes.items()}
+    chosen = moe.route(x @ weights_of(flags)["router"].T, flags.top).experts
+    counts = comm.all_reduce(torch.bincount(chosen.flatten(), minlength=flags.experts))[own].tolist()
+    times = seconds({**passes, "products": products(flags, own, counts)}, flags.rounds)
+    others = [name for name in times if name != "ours"]
     rows = [{"shape": shape, "against": name, "difference": gaps[name], **compared(times, name)} for name in others]
     if world.rank == 0:
         print("\n".join(shown(shape, row, TARGET) for row in rows), flush=True)

@@ -40,8 +40,9 @@ def ratios(found: Mapping[str, Any], key: str) -> dict[tuple[str, int, str], flo
 
 def predicted(found: Mapping[str, Any]) -> Cells:
     """Predicted over measured time by plan and by graph, by rate, for one and two ranks a host."""
-    by_way, rates = [ratios(found, key) for key in ("plan_ms", "graph_ms")], rates_of(found)
+    by_way = [ratios(found, key) for key in ("plan_ms", "graph_ms")]
     names = [name for name in _names(found) if any(name == place[0] for place in by_way[0])]
+    rates = [rate for rate in rates_of(found) if any(rate == place[-1] for place in by_way[0])]
     places = {name: [(name, per_host, rate) for per_host in (1, 2) for rate in rates] for name in names}
     return {name: [f"{way[at]:.2f}" if at in way else "-" for at in places[name] for way in by_way] for name in names}
 

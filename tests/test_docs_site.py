@@ -364,11 +364,9 @@ def test_the_tables_of_hosts_are_their_file() -> None:
     tables = _script("../benchmarks/hosts_tables.py")
     known = json.loads((TOP / "benchmarks/results/hosts.json").read_text(encoding="utf-8"))
     page = (TOP / "docs/benchmarks.md").read_text(encoding="utf-8").partition("## Two hosts")[2].partition("\n## ")[0]
-    for cells in (tables.measured(known), tables.predicted(known)):
-        assert all(f"| {name} | {' | '.join(row)} |" in page for name, row in cells.items())
-        width = len(next(iter(cells.values()))) + 1
-        lines = [line for line in page.splitlines() if line.count(" | ") == width - 1]
-        assert len(lines) == len(cells) + 1  # the head
+    both = [tables.measured(known), tables.predicted(known)]
+    assert all(f"| {name} | {' | '.join(row)} |" in page for cells in both for name, row in cells.items())
+    assert sum(line.startswith("| ") for line in page.splitlines()) == sum(map(len, both)) + len(both)  # the heads
     near = [[abs(ratio - 1) <= 0.15 for ratio in tables.ratios(known, key).values()] for key in ("plan_ms", "graph_ms")]
     assert f"{sum(near[0])} and {sum(near[1])} of {len(near[0])} are within 15 %" in " ".join(page.split())
 
@@ -378,27 +376,28 @@ def test_tables_of_several_runs() -> None:
     tables = _script("../benchmarks/hosts_tables.py")
     cell = {"ranks_per_host": 1, "sent_mb": 1.0, "median_ms": 10.0}
     first = {**cell, "contender": "ddp", "rate": "1gbit", "plan_ms": 9.0, "graph_ms": 8.0}
-    more = [{**first, "median_ms": 20.0}, {**first, "rate": "10gbit"}, {**cell, "contender": "DiLoCo 10", "rate": "10gbit"}]
+    more = [{**first, "median_ms": 20.0}, *({**cell, "contender": name, "rate": "10gbit"} for name in ("ddp", "DiLoCo 10"))]
     known = {"rows": [first], "added": [{"rows": more}]}
     nothing = ["-", "-", "-"]
     assert tables.measured(known) == {"ddp": ["1.0", "10", "10", *nothing], "DiLoCo 10": ["1.0", "10", "-", *nothing]}
-    assert tables.predicted(known) == {"ddp": ["0.90", "0.80", "0.90", "0.80", *["-"] * 4]}
+    assert tables.predicted(known) == {"ddp": ["0.90", "0.80", "-", "-"]}, "of rates with predictions"
 
 
 def test_the_tables_of_peers_are_their_files() -> None:
     """Times and memory in docs/benchmarks.md's first table, ratios in its second."""
     page = (TOP / "docs/benchmarks.md").read_text(encoding="utf-8").partition("## A training step")[2].partition("\n## ")[0]
     expected: dict[tuple[str, ...], list[str]] = {}
-    for place, ranks in enumerate((2, 4)):
-        text = (TOP / f"benchmarks/results/peers-{ranks}-ranks-fp32.json").read_text(encoding="utf-8")
+    runs = ("2-ranks-fp32", "4-ranks-fp32", "2-ranks-bf16", "2-ranks-12x768")
+    for place, run in enumerate(runs):
+        text = (TOP / f"benchmarks/results/peers-{run}.json").read_text(encoding="utf-8")
         for name, each in json.loads(text)["contenders"].items():
-            cells = expected.setdefault((name,), ["-"] * 4)
+            cells = expected.setdefault((name,), ["-"] * 2 * len(runs))
             cells[2 * place : 2 * place + 2] = f"{each['median_ms']:.0f}", f"{each['peak_mb']:.0f}"
             for rival, ratio in {"floor": each["floor_ratio"], **each["rival_ratios"]}.items():
-                if each["ours"] and name != rival:
-                    expected.setdefault((name, rival), ["-"] * 2)[place] = f"{ratio:.2f}"
+                if each["ours"] and name != rival and ratio is not None:
+                    expected.setdefault((name, rival), ["-"] * len(runs))[place] = f"{ratio:.2f}"
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.count("|") > 4]
-    said = {tuple(row[: 2 - len(row) % 2]): row[2 - len(row) % 2 :] for row in rows}  # one name and four cells, or two and two
+    said = {tuple(row[: 2 - len(row) % 2]): row[2 - len(row) % 2 :] for row in rows}  # names, then cells
     assert {key: cells for key, cells in said.items() if key in expected} == expected
 
 
