@@ -315,8 +315,7 @@ def mark_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
-# Inside of a block with it autograd does not see that views are views.
-below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView  # views have no base
 has_late_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")  # those of a leaf, which would never run
 
 

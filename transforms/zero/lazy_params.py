@@ -1,7 +1,7 @@
 """Lazy params: gathered unit by unit at first use, with gradients passed to a reducer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class _UnitNode(torch.autograd.Function):
 # Without what ``Function.apply`` does for torch.func: units are entered outside of its transforms.
 _plain_function: Any = super(torch.autograd.Function, _UnitNode)
 _apply_node: Callable[..., tuple[Tensor, ...]] = _plain_function.apply
-_AS_IT_IS = nullcontext()
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 class LazyParams:
