@@ -112,14 +112,14 @@ def test_a_view_gives_its_gradients_once() -> None:
 
 
 def gradients_lie_apart() -> None:
-    """Autograd gives leaves that are added one tensor, leaves that are joined parts of one, and summed ones an expanded number."""
+    """Autograd gives leaves that are added one tensor, joined ones parts of one, and summed ones an expanded number."""
     x = torch.arange(1.0, 4.0)
     view = (step := step_of(None)).view(step.init({name: torch.ones(3) for name in "abcdef"}))
     a, b, c, d, e, f = view.params.values()
     loss = ((a + b) * x).sum() + (torch.cat([c, d]) * torch.cat([x, 2 * x])).sum() + (e.sum() + f.sum())
     grads = view.pull([(loss, None)], None, True).wait().sums
     for grad in grads:
-        grad *= 2  # as an update may
+        grad.mul_(2)  # as an update may
     assert [grad.tolist() for grad in grads] == [(2 * y).tolist() for y in (x, x, x, 2 * x, torch.ones(3), torch.ones(3))]
 
 
