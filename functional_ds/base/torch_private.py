@@ -171,9 +171,7 @@ def is_transformed(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def in_torch_func() -> bool:
-    """Whether this code runs inside a transform of ``torch.func``."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+in_torch_func: Callable[[], bool] = torch._C._are_functorch_transforms_active  # whether a transform of torch.func runs
 
 
 @contextmanager

@@ -121,9 +121,10 @@ class Reducer:
             RuntimeError: no rank had any in the first pass, so the other ranks would not join another reduction.
         """
         if self.now and self.order.traced and unit not in self.order.nested:
+            paths = [self.layout.paths[leaf] for leaf in self.layout.units[unit].trained_leaves]
             raise RuntimeError(
                 "the backward pass of a custom autograd.Function ran another backward pass, which gave the params "
-                f"{self._paths(unit)} gradients. In the first step none did, and the ranks agreed then on what they sum: use "
+                f"{paths} gradients. In the first step none did, and the ranks agreed then on what they sum: use "
                 "the Function in the first step, too, or torch.utils.checkpoint with use_reentrant=False in its place"
             )
         self._nested.add(unit)
@@ -270,6 +271,3 @@ class Reducer:
             latest = comm.all_reduce(mine, groups.shards.channel("control"), op="max")
             # A unit's turn comes after the turns of those before it.
             order.plan, order.after = self._plan, dict(zip(order.units, accumulate(latest.tolist(), max), strict=True))
-
-    def _paths(self, unit: int) -> list[str]:
-        return [self.layout.paths[leaf] for leaf in self.layout.units[unit].trained_leaves]
