@@ -4,8 +4,6 @@ import inspect
 import math
 from collections.abc import Callable, Collection
 from functools import partial
-from itertools import starmap
-from operator import is_
 from typing import Any
 
 import attrs
@@ -152,7 +150,7 @@ def updating(rule: BoundOptimizer) -> Phase:
         except IndivisibleStateError as error:
             raise UpdateError(str(error)) from None
         params, pairs = state.params, [*zip(moved, trained, strict=True)]
-        if not all(starmap(is_, pairs)):
+        if any(value is not leaf for value, leaf in pairs):
             new = iter([value if value is leaf else like_marked(value, leaf) for value, leaf in pairs])
             params = tree.map(lambda leaf: next(new) if is_trainable(leaf) else leaf, params)
         count = 1 if state.skip is None else state.skip.logical_not()

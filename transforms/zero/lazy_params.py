@@ -325,7 +325,7 @@ class LazyParams:
             given = {self._placeholders.paths.get(id(output)): grad for output, grad in outputs}
             if None in given:
                 leaves, tokens = [] if self._handle is None else [self._handle], [*self._tokens.values()]
-                differentiate(outputs, leaves, tokens=tokens, retain_graph=retain_graph, suspects=self._suspects)
+                differentiate(outputs, leaves, self._suspects, tokens, retain_graph=retain_graph)
             else:
                 for unit in reversed(range(len(self.layout.units))):
                     if trained := self.layout.units[unit].trained_leaves:

@@ -43,7 +43,7 @@ def stored_view(params: Any, *, trains: bool, looks: bool = False) -> View:
         outputs: Outputs | None, carry: list[Tensor] | None, last: bool, *, retain_graph: bool = False, passes: int = 0
     ) -> Pulling:
         refuse_late_hooks(leaves)
-        grads = differentiate(outputs or (), leaves, retain_graph=retain_graph)
+        grads = differentiate(outputs or (), leaves, {}, (), retain_graph=retain_graph)
 
         def wait() -> Pulled:
             refuse_late_hooks(leaves)
