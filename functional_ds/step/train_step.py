@@ -150,7 +150,7 @@ def updating(rule: BoundOptimizer) -> Phase:
         except IndivisibleStateError as error:
             raise UpdateError(str(error)) from None
         params, pairs = state.params, [*zip(moved, trained, strict=True)]
-        if any(value is not leaf for value, leaf in pairs):
+        if [value for value, leaf in pairs if value is not leaf]:
             new = iter([value if value is leaf else like_marked(value, leaf) for value, leaf in pairs])
             params = tree.map(lambda leaf: next(new) if is_trainable(leaf) else leaf, params)
         count = 1 if state.skip is None else state.skip.logical_not()
