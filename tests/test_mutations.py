@@ -1712,16 +1712,16 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
     (zero_is_one_device, 2, "branching"): [
         Bug(
             "each rank has its own order",
-            "transforms.zero.reduce:Reducer._post",
+            "transforms.zero.reduce:Reducer._next",
             "self.order.units",
-            "self._completed",
+            "tuple(self._completed_after)",
             comm.errors.MismatchError,
         ),
         Bug(
             "each rank learns its own order",
             "transforms.zero.reduce:Reducer._trace_order",
             "tuple(agreed.tolist())",
-            "tuple(self._completed)",
+            "tuple(self._completed_after)",
             comm.errors.MismatchError,
         ),
         Bug(
@@ -1886,7 +1886,7 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {  # under the law that each breaks, an
         ),
     ],
     (test_orders.launches_agree, test_orders.GATED): [
-        Bug("reductions start when they are complete", "transforms.zero.reduce:Reducer._in_place", "not self._placed", "True"),
+        Bug("reductions start when they are complete", "transforms.zero.reduce:Reducer._next", "not self._placed", "True"),
         Bug(
             "the ranks' own places count",
             "transforms.zero.reduce:Reducer._trace_order",

@@ -2,8 +2,8 @@
 
 Tested with torch 2.13.0.
 
-They have no public equivalent, and torch may change them in any release. So tests/base/test_torch_private.py has a test for
-each, and one that no other file uses private functions of torch.
+They have no public equivalent, and torch may change them in any release. tests/base/test_torch_private.py has a test for each,
+and one that no other file uses private functions of torch.
 """
 
 import functools
@@ -51,6 +51,7 @@ __all__ = [
     "UnsupportedFakeTensorException",
     "at_backward_end",
     "backward_pass",
+    "below_autograd",
     "below_level",
     "buffers_of",
     "constant_when_compiled",
@@ -170,9 +171,7 @@ def is_transformed(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def in_torch_func() -> bool:
-    """Whether this code runs inside a transform of ``torch.func``."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+in_torch_func: Callable[[], bool] = torch._C._are_functorch_transforms_active  # whether a transform of torch.func runs
 
 
 @contextmanager
@@ -314,9 +313,8 @@ def mark_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
-def has_late_hooks(tensor: Tensor) -> bool:
-    """Whether a leaf has post-accumulate-grad hooks, which would never run."""
-    return bool(tensor._post_accumulate_grad_hooks)
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView  # views have no base
+has_late_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")  # those of a leaf, which would never run
 
 
 def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:

@@ -91,7 +91,7 @@ class Skeleton:
     flags: list[bool] = attrs.field(factory=list)
     _plain: list[tuple[nn.Module, Any]] = attrs.field(factory=list)  # the modules that ``calls`` run, and their own forward
     _leased: list[dict[str, Any]] = attrs.field(factory=list)  # the attributes with what the state had
-    _leased_values: list[Any] = attrs.field(factory=list)  # of all these
+    _leased_parts: tuple[list[list[str]], list[Any]] = ([], [])  # the keys of each of these, and the values of all
     _touched: set[str] = attrs.field(factory=set)  # the modules in which they differ from ``attributes``
     _copies: dict[str, Noted] = attrs.field(factory=dict)
     _stores: dict[str, dict[str, Any]] = attrs.field(init=False)  # where each module has its buffers
@@ -226,13 +226,12 @@ class Skeleton:
         ]
         for *_, put, (copy, *_) in self._referring:
             put(copy)
-        self._leased_values = [*chain.from_iterable(map(dict.values, self._leased))]
+        self._leased_parts = [*map(list, self._leased)], [*chain.from_iterable(map(dict.values, self._leased))]
 
     def _changed(self) -> list[tuple[str, nn.Module, dict[str, Any]]]:
         """The modules in which calls have set attributes, with their paths and the attributes as they were leased."""
-        now = [*map(vars, self.owners.values())]
-        same = [*map(list, now)] == [*map(list, self._leased)]
-        if same and all(map(is_, chain.from_iterable(map(dict.values, now)), self._leased_values)):  # they are many
+        now, (keys, values) = [*map(vars, self.owners.values())], self._leased_parts
+        if [*map(list, now)] == keys and all(map(is_, chain.from_iterable(map(dict.values, now)), values)):  # they are many
             return []
         rows = [(path, owner, leased) for (path, owner), leased in zip(self.owners.items(), self._leased, strict=True)]
         return [row for row in rows if [*map(id, chain(*vars(row[1]).items()))] != [*map(id, chain(*row[2].items()))]]

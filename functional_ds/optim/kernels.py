@@ -23,18 +23,14 @@ def reals(tensors: list[Tensor]) -> list[Tensor]:
 def gradients(grads: Weighted, params: list[Tensor]) -> list[Tensor]:
     """The sums of gradients, contiguous and in the parameters' dtype, as the fused kernels require."""
     pairs = zip(grads.sum, params, strict=True)
-    return reals([g if _fits(g, p) else g.to(p.dtype).contiguous() for g, p in pairs])
-
-
-def _fits(grad: Tensor, param: Tensor) -> bool:
-    return grad.dtype == param.dtype and grad.is_contiguous()
+    return reals([g if g.dtype == p.dtype and g.is_contiguous() else g.to(p.dtype).contiguous() for g, p in pairs])
 
 
 def _chunks(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Iterator[list[int]]:
     """The indices of all tensors, in chunks that limit the elements of gradients to convert at a time."""
     chunk, copied = list[int](), 0
     for place, (grad, param) in enumerate(zip(grads, params, strict=True)):
-        more = 0 if _fits(grad, param) else grad.numel()
+        more = 0 if grad.dtype == param.dtype and grad.is_contiguous() else grad.numel()
         if more and copied and copied + more > _COPIED:
             yield chunk
             chunk, copied = [], 0
@@ -57,7 +53,8 @@ def run_fused(kernel: Callable[..., None], params: list[Tensor], grads: Weighted
         states: lists like the params.
         lr: the learning rate of this update.
     """
-    wide = [i for i, p in enumerate(params) if weight_dtype(p.dtype) == torch.float64]
+    dtypes = {dtype for dtype in {p.dtype for p in params} if weight_dtype(dtype) == torch.float64}
+    wide = [i for i, p in enumerate(params) if p.dtype in dtypes] if dtypes else []
     if wide:
         _run_wide(kernel, [params[i] for i in wide], _some(grads, wide), *([row[i] for i in wide] for row in states), lr=lr)
         rest = [i for i in range(len(params)) if i not in wide]

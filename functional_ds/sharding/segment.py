@@ -111,7 +111,7 @@ class Segment:
         for leaf, gap in zip(leaves, self.gaps, strict=True):
             if leaf is None or leaf.dtype != dtype or leaf.device != device or not leaf.is_contiguous():
                 return None
-            parts.append(leaf.view(-1))
+            parts.append(leaf if leaf.dim() == 1 else leaf.view(-1))
             if gap and nothing is not None:
                 parts.append(nothing[:gap])
         room = None if pool is None or torch.is_grad_enabled() else pool.take(self.size, dtype, device)

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import attrs
@@ -133,7 +134,7 @@ def updating(rule: BoundOptimizer) -> Phase:
     """The base of ``update``: the optimizer's update of the trained leaves."""
 
     def update(step: Step, state: State, grads: Weighted) -> tuple[State, Metrics]:
-        leaves, spec = tree.flatten(state.params)
+        trained = trainable(state.params)
         weight = torch.as_tensor(grads.weight)
         weight = torch.where(weight == 0, math.inf, weight)  # no weight: gradient zero, not 0 / 0
         grads = tree.replace(grads, weight=weight, skip=state.skip, unused=unused_leaves(step, state))
@@ -144,13 +145,14 @@ def updating(rule: BoundOptimizer) -> Phase:
                 f"tensor, and this step keeps no graph ({step}): use fds.differentiable(step)"
             )
         try:
-            moved, optimizer_state = rule.update(
-                trainable(state.params), grads, state.optimizer, rate=rate, leaf_map=lambda: step.leaf_map(state)
-            )
+            leaf_map = partial(step.leaf_map, state)
+            moved, optimizer_state = rule.update([*trained], grads, state.optimizer, rate=rate, leaf_map=leaf_map)
         except IndivisibleStateError as error:
             raise UpdateError(str(error)) from None
-        new = iter(moved)
-        params = tree.unflatten(spec, [_moved(leaf, next(new)) if is_trainable(leaf) else leaf for leaf in leaves])
+        params, pairs = state.params, [*zip(moved, trained, strict=True)]
+        if [value for value, leaf in pairs if value is not leaf]:
+            new = iter([value if value is leaf else like_marked(value, leaf) for value, leaf in pairs])
+            params = tree.map(lambda leaf: next(new) if is_trainable(leaf) else leaf, params)
         count = 1 if state.skip is None else state.skip.logical_not()
         return tree.replace(state, params=params, optimizer=optimizer_state, step=state.step + count), {}
 
@@ -182,11 +184,6 @@ def _with_metrics(returned: Any) -> tuple[Any, dict[str, Any]]:
             f'the loss function returned a tuple of ({kinds}); return the loss alone, or (loss, {{"name": metric, ...}})'
         )
     return returned
-
-
-def _moved(leaf: Tensor, new: Tensor) -> Tensor:
-    """The optimizer's new value of a leaf, marked like the leaf."""
-    return new if new is leaf else like_marked(new, leaf)
 
 
 def _params(step: Step, state: State) -> Any:

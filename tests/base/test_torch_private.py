@@ -421,6 +421,21 @@ def tensors_are_parameters() -> None:
     assert isinstance(tensor, nn.Parameter)
 
 
+@checks("below_autograd")
+def views_below_autograd_are_tensors_of_their_own() -> None:
+    flat = torch.zeros(4)
+    with private.below_autograd():
+        views = [flat[:2].view(2, 1), torch.as_strided(flat, (2,), (1,), 2)]
+    for view in views:
+        assert view._base is None
+        view.fill_(1.0)
+    assert (flat.tolist(), private.version_of(flat)) == ([1.0] * 4, 0)
+    assert [private.version_of(view) for view in views] == [1, 1]
+    flat.requires_grad_()
+    with private.below_autograd():
+        assert not flat[:2].requires_grad
+
+
 @checks("has_late_hooks")
 def hooks_after_accumulation() -> None:
     leaf = nn.Parameter(torch.ones(2))

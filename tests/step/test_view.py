@@ -111,6 +111,22 @@ def test_a_view_gives_its_gradients_once() -> None:
     comm.simulate(program, world_size=2)
 
 
+def gradients_lie_apart() -> None:
+    """Autograd gives leaves that are added one tensor, joined ones parts of one, and summed ones an expanded number."""
+    x = torch.arange(1.0, 4.0)
+    view = (step := step_of(None)).view(step.init({name: torch.ones(3) for name in "abcdef"}))
+    a, b, c, d, e, f = view.params.values()
+    loss = ((a + b) * x).sum() + (torch.cat([c, d]) * torch.cat([x, 2 * x])).sum() + (e.sum() + f.sum())
+    grads = view.pull([(loss, None)], None, True).wait().sums
+    for grad in grads:
+        grad.mul_(2)  # as an update may
+    assert [grad.tolist() for grad in grads] == [(2 * y).tolist() for y in (x, x, x, 2 * x, torch.ones(3), torch.ones(3))]
+
+
+def test_gradients_lie_apart() -> None:
+    gradients_lie_apart()
+
+
 def torchs_errors() -> None:
     """A backward pass of one's own has torch's checks, and torch's function modes."""
     view = (step := step_of(None)).view(step.init(integers(0)))
@@ -149,6 +165,8 @@ BUGS = [
     Bug("a leaf's own gradient is lost", "step.views.view:differentiate", "id(x) in places", "False"),
     Bug("a leaf has no checks", "step.views.view:_is_plain", "has_torch_function((*roots, *leaves))", "False"),
     Bug("a leaf takes any shape", "step.views.view:_is_plain", "x.shape == seed.shape", "True"),
+    Bug("one leaf's gradient is another's", "step.views.plain_view:_apart", "first[storage] == place", "True"),
+    Bug("a leaf's gradient is one number", "step.views.plain_view:_apart", "0 not in grads[place].stride()", "True"),
 ]
 
 
@@ -159,6 +177,8 @@ BUGS = [
         (BUGS[1], lambda: transposed(None, "gradients by path", 1)),
         (BUGS[2], torchs_errors),
         (BUGS[3], torchs_errors),
+        (BUGS[4], gradients_lie_apart),
+        (BUGS[5], gradients_lie_apart),
     ],
     ids=[bug.name for bug in BUGS],
 )

@@ -83,8 +83,8 @@ class Collectives:
         last = len(groups.levels) - 1
         first = self._first_level(shards, groups, None if last else direct) if first_level is None else first_level
         rest = [self._next_level(level, direct if i == last else None) for i, level in enumerate(groups.levels) if i]
-        lane = groups.levels[-1].channel("gather")
-        gathered = relay(first, *rest, lane=lane, device=shards[0].device)
+        lane = groups.levels[-1]
+        gathered = relay(first, *rest, lane=lane.channel("gather"), device=shards[0].device) if rest else first
         return gathered.then(lambda flats: _written(out, self._decoded(flats, segments, shards)))
 
     def _room(self, segments: Sequence[Segment], shards: Sequence[Tensor]) -> Flats | None:
@@ -168,7 +168,7 @@ class Collectives:
         Returns:
             Pending: this rank's shards of the sums, ``[segment.shard]``; in stage 0 whole sums over all ranks.
         """
-        flats = [*map(self._to_comm_dtype, flats)]
+        flats = [*map(self.to_comm_dtype, flats)]
         groups = self.groups.among(segments[0].sharers)
         if self.config.stage == 0:
             return self._reduce_whole(flats, groups)
@@ -181,6 +181,11 @@ class Collectives:
         first, *rest = reversed(groups.levels)
         later = (lambda pieces, level=level: self._scatter(pieces, level) for level in rest)
         return self._chain(self._scatter(flats, first), *later, device=flats[0].device)
+
+    def alone(self, segment: Segment) -> bool:
+        """Whether no other rank has gradients of a segment."""
+        replicas = self.groups.replicas
+        return not self.groups.among(segment.sharers).levels and (replicas is None or replicas.size == 1)
 
     def replicate(
         self, segments: Sequence[Segment], shards: PendingFlats, added: Callable[[Flats], Flats], device: torch.device
@@ -205,8 +210,7 @@ class Collectives:
         """Stage 0. Each rank of a group sends only its shard of the sum to the other replicas."""
         group, replicas, all_reduce = groups.group, groups.replicas, self._in_place
         if replicas is None or replicas.size == 1 or group.size == 1:
-            level = group if replicas is None or replicas.size == 1 else replicas
-            return comm.Pending.of(flats) if level.size == 1 else all_reduce(flats, _channel(level))
+            return all_reduce(flats, _channel(group if replicas is None or replicas.size == 1 else replicas))
         rows = [flat.view(group.size, -1) for flat in flats]  # [n * m] -> [n, m]
         return self._chain(
             start(comm.reduce_scatter, rows, _channel(group), tiled=False),
@@ -240,12 +244,12 @@ class Collectives:
         rows = [flat.view(level.size, -1) for flat in flats]  # [k * m] -> [k, m]
         return start(self.config.reduce_scatter, rows, _channel(level), tiled=False)
 
-    def _to_comm_dtype(self, flat: Tensor) -> Tensor:
-        """Casts, and divides in the wider of the two dtypes."""
+    def to_comm_dtype(self, flat: Tensor) -> Tensor:
+        """Casts gradients, and divides them in the wider of the two dtypes."""
         dtype, factor = self.comm_dtype(flat.dtype), self.config.gradient_predivide_factor
         if factor != 1:
             flat = flat.to(torch.promote_types(flat.dtype, dtype)) / factor
-        return flat.to(dtype)
+        return flat if flat.dtype == dtype else flat.to(dtype)
 
 
 def _channel(level: comm.Group) -> comm.Group:

@@ -1,8 +1,7 @@
 """Lazy params: gathered unit by unit at first use, with gradients passed to a reducer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import repeat
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import (
+    below_autograd,
     disable_torch_function_subclass,
     in_dual_level,
     in_torch_func,
@@ -46,7 +46,7 @@ class _UnitNode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.params, ctx.unit, ctx.recomputed = params, unit, recomputed
         ctx.set_materialize_grads(False)
-        return (torch.zeros((), device=params.device), *views)
+        return (torch.empty((), device=params.device), *views)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[None, ...]:
@@ -62,6 +62,7 @@ class _UnitNode(torch.autograd.Function):
 # Without what ``Function.apply`` does for torch.func: units are entered outside of its transforms.
 _plain_function: Any = super(torch.autograd.Function, _UnitNode)
 _apply_node: Callable[..., tuple[Tensor, ...]] = _plain_function.apply
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 class LazyParams:
@@ -242,10 +243,11 @@ class LazyParams:
             segment = self.layout.segments[index]
             if not isinstance(self.source, WholeParams):
                 self._saved.add(unit, place, flat)
-            leaves.update(zip(segment.leaves, segment.views(flat), strict=True))
+            fresh = segment.trainable and self._handle is not None
+            with below_autograd() if fresh else _AS_IT_IS:  # a base would keep alive the memory that a trained leaf releases
+                leaves.update(zip(segment.leaves, segment.views(flat if fresh else flat.detach()), strict=True))
         if trained and self._handle is not None:
-            # ``data`` has no base, which would keep alive the memory that a leaf releases.
-            views = [leaves[leaf].data for leaf in trained]
+            views = [leaves[leaf] for leaf in trained]
             leaves.update(zip(trained, self._leaves.filled(unit, views, self._node), strict=True))
         if not self._in_backward:
             self._writes.note(unit, leaves)
@@ -254,7 +256,7 @@ class LazyParams:
 
     def _node(self, unit: int, views: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of a new node of the unit: the trained leaves in ``views``."""
-        with torch.enable_grad():
+        with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
             token, *outputs = _apply_node(self, unit, tuple(views), self._handle, self._in_backward)
         if not self._in_backward:
             self._tokens[unit] = token
@@ -279,13 +281,12 @@ class LazyParams:
         self.source.finish(reshard=self._reshard or not self._trains)
         self._in_backward = self._trains
 
-    def _set_grads_aside(self) -> list[Tensor | None]:
+    def _set_grads_aside(self) -> dict[int, Tensor]:
         """Removes what was assigned to the leaves' ``grad``: within the loss it is no part of the gradients."""
         with disable_torch_function_subclass():
-            grads = [leaf.grad for leaf in self._lazy]
-            for leaf, grad in zip(self._lazy, grads, strict=True):
-                if grad is not None:
-                    leaf.grad = None
+            grads = {place: leaf.grad for place, leaf in enumerate(self._lazy) if leaf.grad is not None}
+            for place in grads:
+                self._lazy[place].grad = None
         return grads
 
     def close(self) -> None:
@@ -323,10 +324,8 @@ class LazyParams:
         if outputs is not None:
             given = {self._placeholders.paths.get(id(output)): grad for output, grad in outputs}
             if None in given:
-                zero = torch.zeros((), device=self.device)
-                roots = [*outputs, *zip(self._tokens.values(), repeat(zero), strict=False)]
-                leaves = [] if self._handle is None else [self._handle]
-                differentiate(roots, leaves, retain_graph=retain_graph, suspects=self._suspects)
+                leaves, tokens = [] if self._handle is None else [self._handle], [*self._tokens.values()]
+                differentiate(outputs, leaves, self._suspects, tokens, retain_graph=retain_graph)
             else:
                 for unit in reversed(range(len(self.layout.units))):
                     if trained := self.layout.units[unit].trained_leaves:
@@ -367,9 +366,8 @@ class LazyParams:
 
     def _collect_nested(self, reducer: Reducer) -> None:
         """Passes on what nested backward passes left after their units were complete."""
-        for index, grad in enumerate(self._set_grads_aside()):
-            if grad is not None:
-                self._found(index, grad)
+        for index, grad in self._set_grads_aside().items():
+            self._found(index, grad)
         for unit in range(len(self.layout.units)) if self._nested else ():
             nested = [self._nested.get(leaf) for leaf in self.layout.units[unit].trained_leaves]
             if any(grad is not None for grad in nested):

@@ -74,12 +74,11 @@ class Reducer:
     local: dict[int, Tensor]
     sums: dict[int, Tensor]
     _nested: set[int] = attrs.field(factory=set)
-    _completed: list[int] = attrs.field(factory=list)
     _used: dict[int, list[bool]] = attrs.field(factory=dict)  # segment -> whether each leaf has got a gradient
     _posted: int = 0
     _plan: FetchPlan | None = None
     _made: int = 0  # fetches of the plan so far
-    _completed_after: dict[int, int] = attrs.field(factory=dict)  # unit -> fetches made
+    _completed_after: dict[int, int] = attrs.field(factory=dict)  # unit -> fetches made, in the order of completion
     _own: "deque[tuple[int, comm.Pending[list[Tensor]]]]" = attrs.field(factory=deque)  # reductions in flight
 
     def has(self, unit: int) -> bool:
@@ -94,10 +93,9 @@ class Reducer:
             grads: of the unit's trained leaves, in layout order; None, or an empty list, means zeros.
             device: of the sums.
         """
-        if self.now and self.order.units[self._posted :][:1] == (unit,) and self._in_place(unit):
+        if len(self._own) >= _MAX_IN_FLIGHT and self._next() == unit:
             self._limit_in_flight()  # before its gradients are packed, since it starts at once
         self._add(unit, grads, device)
-        self._completed.append(unit)
         self._completed_after[unit] = self._made
         self._post()
 
@@ -123,9 +121,10 @@ class Reducer:
             RuntimeError: no rank had any in the first pass, so the other ranks would not join another reduction.
         """
         if self.now and self.order.traced and unit not in self.order.nested:
+            paths = [self.layout.paths[leaf] for leaf in self.layout.units[unit].trained_leaves]
             raise RuntimeError(
                 "the backward pass of a custom autograd.Function ran another backward pass, which gave the params "
-                f"{self._paths(unit)} gradients. In the first step none did, and the ranks agreed then on what they sum: use "
+                f"{paths} gradients. In the first step none did, and the ranks agreed then on what they sum: use "
                 "the Function in the first step, too, or torch.utils.checkpoint with use_reentrant=False in its place"
             )
         self._nested.add(unit)
@@ -147,10 +146,11 @@ class Reducer:
 
     def unused(self) -> list[int]:
         """The places of the leaves without a gradient in this pass, in the order of the leaf map."""
-        trained = [(index, segment) for index, segment in enumerate(self.layout.segments) if segment.trainable]
-        used: dict[int, bool] = {}
-        for index, segment in trained:
-            used.update(zip(segment.leaves, self._used.get(index) or [False] * len(segment.leaves), strict=True))
+        segments = [(index, segment.leaves) for index, segment in enumerate(self.layout.segments) if segment.trainable]
+        rows = [(leaves, self._used.get(index) or [False] * len(leaves)) for index, leaves in segments]
+        if all(all(flags) for _, flags in rows):
+            return []
+        used = dict(chain.from_iterable(zip(leaves, flags, strict=True) for leaves, flags in rows))
         return [place for place, leaf in enumerate(sorted(used)) if not used[leaf]]
 
     # -- on this rank --------------------------------------------------------------------------------------------------
@@ -191,9 +191,7 @@ class Reducer:
 
     def _post(self) -> None:
         """Starts the reductions of completed units whose turn it is."""
-        turns = self.order.units
-        while self.now and self._posted < len(turns) and self._due(turns[self._posted]):
-            unit = turns[self._posted]
+        while (unit := self._next()) is not None and unit in self._completed_after:
             self._posted += 1
             self._limit_in_flight()
             self._start(unit)
@@ -202,11 +200,12 @@ class Reducer:
     def _placed(self) -> bool:
         return self._plan is not None and self.order.plan is self._plan
 
-    def _due(self, unit: int) -> bool:
-        return unit in self._completed_after and self._in_place(unit)
-
-    def _in_place(self, unit: int) -> bool:
-        return not self._placed or self._made >= self.order.after[unit]
+    def _next(self) -> int | None:
+        """The unit to reduce next; None if there is none, or it has another place."""
+        if not self.now or self._posted == len(self.order.units):
+            return None
+        unit = self.order.units[self._posted]
+        return unit if not self._placed or self._made >= self.order.after[unit] else None
 
     def _limit_in_flight(self) -> None:
         """Waits until fewer than two reductions are in flight, up to a timeout, which avoids a deadlock.
@@ -228,6 +227,9 @@ class Reducer:
         def summed(sums: Sequence[Tensor]) -> list[Tensor]:
             return [*starmap(self._with_earlier, zip(trained, sums, strict=True))]
 
+        if collectives.alone(segments[0]):
+            self.sums.update(zip(trained, summed([*map(collectives.to_comm_dtype, flats)]), strict=True))
+            return
         with recorder().labelled(self.layout.units[unit].name):
             pending = collectives.reduce(segments, flats)
         if self.more:  # replicas sum once a step, over all micro-batches
@@ -260,7 +262,7 @@ class Reducer:
         order, groups = self.order, self.collectives.groups
         device = groups.shards.channel("control").world.device
         if not order.traced:
-            agreed = groups.broadcast(torch.tensor(self._completed, dtype=torch.int64, device=device), "control")
+            agreed = groups.broadcast(torch.tensor([*self._completed_after], dtype=torch.int64, device=device), "control")
             mine = torch.tensor([unit in self._nested for unit in agreed.tolist()], dtype=torch.int64, device=device)
             nested = groups.any_rank(mine)
             order.units, order.traced, order.nested = tuple(agreed.tolist()), True, tuple(agreed[nested > 0].tolist())
@@ -269,6 +271,3 @@ class Reducer:
             latest = comm.all_reduce(mine, groups.shards.channel("control"), op="max")
             # A unit's turn comes after the turns of those before it.
             order.plan, order.after = self._plan, dict(zip(order.units, accumulate(latest.tolist(), max), strict=True))
-
-    def _paths(self, unit: int) -> list[str]:
-        return [self.layout.paths[leaf] for leaf in self.layout.units[unit].trained_leaves]

@@ -90,13 +90,11 @@ def refuse_late_hooks(leaves: Sequence[Tensor]) -> None:
     Raises:
         RuntimeError: the loss has registered one.
     """
-    for leaf in leaves:
-        if has_late_hooks(leaf):
-            raise RuntimeError(
-                f"the loss registered a hook on a parameter of shape {list(leaf.shape)} by "
-                "register_post_accumulate_grad_hook, which would never run, because gradients are not accumulated in "
-                ".grad; use register_hook"
-            )
+    for leaf in filter(has_late_hooks, leaves):
+        raise RuntimeError(
+            f"the loss registered a hook on a parameter of shape {list(leaf.shape)} by register_post_accumulate_grad_hook, "
+            "which would never run, because gradients are not accumulated in .grad; use register_hook"
+        )
 
 
 def check_version(tensor: Tensor, version: int) -> None:

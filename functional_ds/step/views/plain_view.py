@@ -43,11 +43,11 @@ def stored_view(params: Any, *, trains: bool, looks: bool = False) -> View:
         outputs: Outputs | None, carry: list[Tensor] | None, last: bool, *, retain_graph: bool = False, passes: int = 0
     ) -> Pulling:
         refuse_late_hooks(leaves)
-        grads = differentiate(outputs or (), leaves, retain_graph=retain_graph)
+        grads = differentiate(outputs or (), leaves, {}, (), retain_graph=retain_graph)
 
         def wait() -> Pulled:
             refuse_late_hooks(leaves)
-            total = [sum_of(leaf.grad, grad) for leaf, grad in zip(leaves, grads, strict=True)]
+            total = [grad if leaf.grad is None else sum_of(leaf.grad, grad) for leaf, grad in zip(leaves, grads, strict=True)]
             finish()
             unused = [place for place, grad in enumerate(total) if grad is None]
             return Pulled(_added(leaves, total, carry, last), unused)
@@ -73,13 +73,7 @@ def _apart(grads: list[Tensor]) -> list[Tensor]:
 
     Autograd gives two leaves that are added one tensor, and a leaf that is summed an expanded scalar.
     """
-    known: set[int] = set()
-    alone = []
-    for grad in grads:
-        apart, place = grad, storage_id(grad)
-        if place in known or 0 in grad.stride():
-            apart = grad.clone(memory_format=torch.contiguous_format)
-            place = storage_id(apart)
-        alone.append(apart)
-        known.add(place)
-    return alone
+    storages = [*map(storage_id, grads)]
+    first = dict(zip(reversed(storages), reversed(range(len(grads))), strict=True))  # the place of the first gradient in each
+    apart = [first[storage] == place and 0 not in grads[place].stride() for place, storage in enumerate(storages)]
+    return [x if alone else x.clone(memory_format=torch.contiguous_format) for x, alone in zip(grads, apart, strict=True)]

@@ -136,15 +136,16 @@ def in_this_thread() -> AbstractContextManager[None]:
 
 
 def differentiate(
-    outputs: Outputs, leaves: Sequence[Tensor], *, retain_graph: bool = False, suspects: Mapping[str, Tensor] | None = None
+    outputs: Outputs, leaves: Sequence[Tensor], suspects: Mapping[str, Tensor], tokens: Sequence[Tensor], *, retain_graph: bool
 ) -> list[Tensor | None]:
     """The gradients of outputs, weighted by theirs, by some leaves; None for unused leaves.
 
     Args:
         outputs: may be among the leaves.
         leaves: what to differentiate by.
-        retain_graph: whether another backward pass will use this graph.
         suspects: placeholders that a function may have used instead of their leaf, by path.
+        tokens: scalars of one dtype that the backward pass begins at, too, with gradients of zero.
+        retain_graph: whether another backward pass will use this graph.
 
     Raises:
         RuntimeError: a function has used one.
@@ -152,18 +153,18 @@ def differentiate(
     places = {id(leaf): place for place, leaf in enumerate(leaves)}
     grads: list[Tensor | None] = [None] * len(leaves)
     computed = [(x, grad) for x, grad in outputs if x.requires_grad and id(x) not in places]
-    if computed and leaves:
+    if (computed or tokens) and leaves:
         roots, seeds = [x for x, _ in computed], [None if grad is None else grad.to(x.dtype) for x, grad in computed]
-        known = suspects or {}
+        zeros = [torch.zeros_like(token) for token in tokens[:1]] * len(tokens)
         with in_this_thread():
             if suspects or _is_plain(roots, seeds, leaves):
                 ones = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, seeds, strict=True)]
-                every = gradients(roots, ones, [*leaves, *known.values()], retain_graph=retain_graph)
-                for path, grad in zip(known, every[len(leaves) :], strict=True):
-                    if grad is not None:
-                        raise bypassed(path)
+                every = gradients([*roots, *tokens], [*ones, *zeros], [*leaves, *suspects.values()], retain_graph=retain_graph)
+                if used := [path for path, grad in zip(suspects, every[len(leaves) :], strict=True) if grad is not None]:
+                    raise bypassed(used[0])
                 grads = list(every[: len(leaves)])
             else:
+                seeds, roots = [*seeds, *zeros], [*roots, *tokens]
                 grads = list(torch.autograd.grad(roots, leaves, seeds, retain_graph=retain_graph, allow_unused=True))
     for x, grad in outputs:
         if id(x) in places:

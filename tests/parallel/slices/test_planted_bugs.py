@@ -150,7 +150,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     updates_keep_what_a_leaf_is: [
-        Bug("an update loses what a leaf is of", "step.train_step:_moved", "like_marked(new, leaf)", "new"),
+        Bug("an update loses what a leaf is of", "step.train_step:updating.update", "like_marked(value, leaf)", "value"),
     ],
     files_are_those_of_one_device: [
         Bug(

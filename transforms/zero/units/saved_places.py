@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -140,6 +141,7 @@ class UnitLeaves:
         self._trained: dict[int, list[Tensor]] = {}  # unit -> its trained leaves, throughout the pass
         self._empty: dict[int, set[int]] = {}  # freed unit -> which of those have no memory
         self._held: set[int] = set()  # freed units with a leaf that was still referenced
+        self._nothing = cache(partial(torch.empty, 0))  # for leaves without memory
 
     def filled(self, unit: int, views: list[Tensor], make: Callable[[int, list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """The unit's trained leaves in the memory of ``views``: those of earlier uses, or what ``make`` returns."""
@@ -169,6 +171,6 @@ class UnitLeaves:
         leaves, empty = self._trained[unit], self._empty[unit]
         for place, held in enumerate(held_elsewhere(leaves)):
             if not held and place not in empty:
-                leaves[place].data = leaves[place].new_empty(0)
+                leaves[place].data = self._nothing(dtype=leaves[place].dtype, device=leaves[place].device)
                 empty.add(place)
         return len(empty) == len(leaves)

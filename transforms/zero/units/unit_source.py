@@ -55,7 +55,7 @@ class WholeParams:
 
     def fetch(self, unit: int) -> Sequence[Tensor]:
         """The unit's flat tensors."""
-        return [self.flats[index].detach() for index in self.layout.units[unit].segments]
+        return [*map(self.flats.__getitem__, self.layout.units[unit].segments)]
 
     def finish(self, *, reshard: bool, note: bool = False) -> bool:
         """Does nothing."""
