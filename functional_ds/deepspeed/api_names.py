@@ -17,22 +17,6 @@ import attrs
 
 from .version_info import version
 
-__all__ = [
-    "ALIASES",
-    "BUILDERS",
-    "ENGINE",
-    "HERE",
-    "INDEXES",
-    "PIPELINE_ENGINE",
-    "REFUSED",
-    "REST",
-    "VERSION",
-    "answer_missing_names",
-    "is_deepspeeds",
-    "module_at",
-    "why_missing",
-]
-
 VERSION = version  # whose names these are
 _US = "functional_ds.deepspeed"
 ENGINE, PIPELINE_ENGINE = "runtime.engine.DeepSpeedEngine", "runtime.pipe.engine.PipelineEngine"

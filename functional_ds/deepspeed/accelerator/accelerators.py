@@ -14,8 +14,6 @@ from functional_ds.base.device import resident_peak_bytes
 
 from .accelerator import DeepSpeedAccelerator
 
-__all__ = ["CPUAccelerator", "CUDAAccelerator", "get_accelerator", "is_current_accelerator_supported"]
-
 
 class CUDAAccelerator(DeepSpeedAccelerator):
     """NVIDIA's and AMD's GPUs."""

@@ -18,9 +18,6 @@ from .named_parts import optimizer_of, schedule_of
 from .schedules.lr_scheduler import RateSchedule
 from .transform_parts import transforms_of
 
-__all__ = ["BatchSizes", "ConfigPlan", "from_ds_config"]
-
-
 _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 

@@ -20,8 +20,6 @@ from .engine_reports import Reports
 from .loop.engine_loop import EngineLoop
 from .whole_batches import WholeBatches
 
-__all__ = ["DeepSpeedEngine"]
-
 
 class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, nn.Module):
     """DeepSpeed's engine, as returned by ``initialize``: a thin layer over ``step.open``, ``backward`` and ``finish``.

@@ -17,8 +17,6 @@ from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
 from .loop.monitors import Monitors
 
-__all__ = ["Reports"]
-
 _OFF = nullcontext()
 _TIMES = {"fwd": "forward", "bwd": "backward", "step": "step"}  # in monitors
 

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 import attrs
 
-__all__ = ["ConfigKey", "Fate", "Kind"]
-
 Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas", "rate", "any"]
 
 

@@ -13,8 +13,6 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate
 from functional_ds.sharding.leaf_map import LeafMap
 
-__all__ = ["BetaCycle", "CycledState", "cycled"]
-
 Betas = tuple[float, float]
 Built = Optimizer | PerParameter
 

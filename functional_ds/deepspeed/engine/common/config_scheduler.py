@@ -12,8 +12,6 @@ from functional_ds.deepspeed.config.schedules.lr_scheduler import RateSchedule
 
 from .optimizer_groups import LiveGroup
 
-__all__ = ["ConfigScheduler", "cycled_on_host", "named_scheduler"]
-
 
 @attrs.define(eq=False)
 class ConfigScheduler:

@@ -16,8 +16,6 @@ from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate
 from functional_ds.optim.param_groups import param_groups
 from functional_ds.sharding.leaf_map import LeafMap
 
-__all__ = ["LiveGroup", "as_groups", "groups_of_config", "groups_of_optimizer", "live_optimizer"]
-
 Rule = Optimizer | PerParameter
 Numbers = dict[str, Any]
 

@@ -16,16 +16,6 @@ from .engine_loop import EngineLoop
 from .leaf_values import PARAMS, gathered, written
 from .zero_init import ZeroParamStatus, broadcast_deferred, mark_sharded
 
-__all__ = [
-    "GatheredParameters",
-    "ZeroParamStatus",
-    "fill_again",
-    "own_parameters",
-    "owner_of",
-    "register_external_parameter",
-    "writing",
-]
-
 _OWNER = "_fds_owner"
 
 

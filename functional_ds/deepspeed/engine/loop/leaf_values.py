@@ -10,8 +10,6 @@ from functional_ds.base import tree
 from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
 from functional_ds.step.state.state import State
 
-__all__ = ["PARAMS", "gathered", "has_role", "own_shards", "refuse_disk", "written"]
-
 PARAMS = ("masters", "params")
 """The roles in which a state may have a leaf, the most exact first."""
 
