@@ -229,10 +229,6 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, nn.Module):
         self.training = mode
         return self
 
-    def eval(self) -> "DeepSpeedEngine":
-        """Sets the module's mode."""
-        return self.train(False)
-
     def __getattr__(self, name: str) -> Any:
         """Missing attributes are looked up in the module."""
         try:
