@@ -310,7 +310,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, nn.Module):
 
     def destroy(self) -> None:
         """Closes logs."""
-        self._reports.close()
+        self._reports.monitor.close()
 
     def _refuse_no_optimizer(self, what: str) -> None:
         if self.optimizer is None:

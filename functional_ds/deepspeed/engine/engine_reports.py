@@ -95,10 +95,6 @@ class Reports:
             self._show_profile(done)
         self._log(engine)
 
-    def close(self) -> None:
-        """Closes the logs."""
-        self.monitor.close()
-
     def _every(self) -> int:
         interval = self._plan.value("steps_per_print") or 10
         return int(interval) if interval != float("inf") else 2**62

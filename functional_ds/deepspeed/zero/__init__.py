@@ -4,7 +4,3 @@ from functional_ds.deepspeed.engine.loop.gathered_parameters import GatheredPara
 from functional_ds.deepspeed.engine.loop.zero_init import Init, ZeroParamStatus
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
-
-
-def __dir__() -> list[str]:
-    return __all__

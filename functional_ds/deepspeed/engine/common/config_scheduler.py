@@ -90,9 +90,7 @@ class ConfigScheduler:
         self._settle()
         return [rates.rate(self._updates + self._moved) for rates in self._own]
 
-    def get_last_lr(self) -> list[float]:
-        """The same."""
-        return self.get_lr()
+    get_last_lr = get_lr
 
     def step(self, *_: Any, **__: Any) -> None:
         """Advances by one more than the updates do; the engine needs no such call."""
