@@ -153,7 +153,7 @@ def _place(record: type[BaseModel], loc: tuple[int | str, ...]) -> str:
 
 
 def changed(table: dict[str, Any], path: str, value: Any, *, above: str = "") -> None:
-    """Sets the entry at a path, such as "data.context" or "strategy.zero.stage"; None removes it. ``above`` is the table's path.
+    """Sets the entry at a path, such as "data.context" or "strategy.zero.stage"; None removes it. The table is at ``above``.
 
     Raises:
         JobError: the path leads into an entry that is not a table, or to a call that the job does not have.
