@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -72,12 +71,12 @@ def _numeric(table: OutputTable) -> list[bool]:
     return [bool(column) and all(_NUMBER.match(cell) for cell in column) for column in columns]
 
 
-def _rich(page: Page, console: Any = None) -> None:
+def _rich(page: Page) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = console or Console()
+    console = Console()
     for part in page:
         if isinstance(part, str):
             console.print(Text(printable(part)))
@@ -88,16 +87,6 @@ def _rich(page: Page, console: Any = None) -> None:
         for row in part.rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
         console.print(table)
-
-
-def svg(page: Page, *, title: str, width: int = 120) -> str:
-    """The page as rich shows it on a terminal, as a picture."""
-    from rich.console import Console
-
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        console = Console(record=True, width=width, file=nowhere, force_terminal=True)
-        _rich(page, console)
-        return str(console.export_svg(title=title))
 
 
 def bytes_of(count: float) -> str:
