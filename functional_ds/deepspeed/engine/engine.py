@@ -66,7 +66,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, nn.Module):
         self.collate_fn: Callable[..., Any] | None = None
         held = self.__dict__  # nn.Module's own way of setting attributes is slow
         held["plan"], held["_loop"], held["_counts"] = plan, loop, counts
-        held["_reports"] = Reports.of(plan)
+        held["_reports"] = Reports(plan)
         held["_boundary"], held["_no_sync"], held["_stepping"] = None, False, False
 
     # -- passes --------------------------------------------------------------------------------------------------------

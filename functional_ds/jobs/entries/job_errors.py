@@ -47,12 +47,16 @@ class JobError(ValueError):
 
 
 @contextmanager
-def within(entry: str) -> Iterator[None]:
-    """A context in which errors of a job get this entry's path."""
+def within(entry: str, *, value: Any = _NOTHING) -> Iterator[None]:
+    """A context in which errors of a job get this entry's path; with its value, errors of other values become such errors."""
     try:
         yield
     except JobError as error:
         raise error.within(entry) from error.__cause__
+    except (TypeError, ValueError) as error:
+        if value is _NOTHING:
+            raise
+        raise JobError(str(error), entry=entry, value=value) from error
 
 
 def joined(*parts: str) -> str:
