@@ -108,4 +108,4 @@ class Health:
 def agreed(*mine: int | Tensor) -> list[int]:
     """The elementwise maximum of all ranks' numbers."""
     numbers = torch.tensor([int(x) for x in mine], device=comm.world().world.device)
-    return comm.all_reduce(numbers, op="max").tolist()  # type: ignore[no-any-return]
+    return comm.all_reduce(numbers, op="max").tolist()
