@@ -17,6 +17,7 @@ from torch.futures import Future
 from functional_ds.sharding.leaf_region import Box, grouped, stretches
 from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import DamagedError, StructureError
+from functional_ds.state_dict.matching import FORMS
 
 from . import storage
 from .directory import open_manifest
@@ -60,6 +61,21 @@ class CheckpointReader(StorageReader):
 
     def __attrs_post_init__(self) -> None:
         self.place, self.manifest = open_manifest(self.folder, self.tag)
+
+    def params(self) -> dict[str, str]:
+        """From the path of each leaf of the params to the name of its most exact values."""
+        names: dict[str, str] = {}
+        for form in reversed(FORMS):
+            whole = (name for name, stored in self.manifest.tensors.items() if stored.whole and name.startswith(f"{form}/"))
+            names |= {name.removeprefix(f"{form}/"): name for name in whole}
+        return names
+
+    def whole(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The whole tensors of these names, on the CPU."""
+        stored = {name: self.manifest.tensors[name] for name in names}
+        values = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in stored.items()}
+        self.fill({name: [TensorShard.whole(name, value)] for name, value in values.items()})
+        return values
 
     def fill(self, wanted: Mapping[str, Sequence[TensorShard]]) -> None:
         """Reads the shards of tensors of these names. Several names may fill a shared scalar, and must agree.

@@ -91,6 +91,24 @@ class DataFile:
     size: int
     checks: tuple[int, ...] = attrs.field(repr=False)
 
+    def encode(self) -> list[Any]:
+        """As JSON values."""
+        return [self.name, self.size, "".join(f"{check:08x}" for check in self.checks)]
+
+    @staticmethod
+    def decode(name: Any, size: Any, checks: Any) -> "DataFile":
+        """From JSON values.
+
+        Raises:
+            ValueError: they are not those of a file.
+        """
+        if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
+            raise ValueError(f"a data file is called {name!r}")
+        checksums = tuple(int(checks[i : i + 8], 16) for i in range(0, len(checks), 8))
+        if len(checksums) != -(-_whole(size, "a size") // BLOCK):
+            raise ValueError(f"{name} has {len(checksums)} checksums for {size} bytes")
+        return DataFile(name, size, checksums)
+
 
 @attrs.frozen
 class Summary:
@@ -130,7 +148,7 @@ class Manifest:
     def encode(self) -> bytes:
         """Three lines of JSON: the format with a checksum of the other lines, the summary, and the rest."""
         body = {
-            "files": [[file.name, file.size, "".join(f"{check:08x}" for check in file.checks)] for file in self.files],
+            "files": [file.encode() for file in self.files],
             "tensors": {name: _row(tensor) for name, tensor in self.tensors.items()},
             "extra": self.extra,
         }
@@ -155,7 +173,7 @@ class Manifest:
             )
         try:
             summary, body = (json.loads(line) for line in rest.splitlines())
-            files = tuple(_file(*row) for row in body["files"])
+            files = tuple(DataFile.decode(*row) for row in body["files"])
             wrong = cache(fault)  # most leaves of a model are sliced in one of a few ways
             tensors = {name: _tensor(files, wrong, *row) for name, row in body["tensors"].items()}
             _check_files(files, tensors)
@@ -202,15 +220,6 @@ def _whole(value: Any, what: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{what} is {value!r}")
     return value
-
-
-def _file(name: Any, size: Any, checks: Any) -> DataFile:
-    if not isinstance(name, str) or Path(name).name != name or name.startswith("."):
-        raise ValueError(f"a data file is called {name!r}")
-    checksums = tuple(int(checks[i : i + 8], 16) for i in range(0, len(checks), 8))
-    if len(checksums) != -(-_whole(size, "a size") // BLOCK):
-        raise ValueError(f"{name} has {len(checksums)} checksums for {size} bytes")
-    return DataFile(name, size, checksums)
 
 
 def _row(tensor: StoredTensor) -> list[Any]:

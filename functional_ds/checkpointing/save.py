@@ -1,10 +1,11 @@
-"""``Saver``: asynchronous checkpoints, written while training continues."""
+"""``Saver``: asynchronous checkpoints, written while training continues; ``save``, and ``save_named`` without a state."""
 
 import json
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.disk.files import FileLock, checked_path
+from functional_ds.comm.record.group import Solo
 from functional_ds.state_dict.all_or_none import all_or_none, gather_or_none
 from functional_ds.state_dict.describe import TensorShard, describe_in_place
 from functional_ds.state_dict.errors import CheckpointError
@@ -24,6 +26,8 @@ from functional_ds.step.state.state import State
 from .directory import Retention, check_free, check_pointer, check_tag, clean, make_folder, staging, take_lock
 from .shard_plan import SaveRequest, ShardMetadata, WriteTask, assign_writes, metadata_of, replicated, with_fingerprints
 from .writer import CheckpointWriter, PendingCheckpoint, WriteData
+
+_Described = Callable[[], tuple[int, list[TensorShard]]]  # the number of updates, and this rank's shards
 
 
 class Saver:
@@ -99,7 +103,7 @@ class Saver:
             CheckpointError: the previous save, or the start of this one, failed on some rank; the folder has an entry of the
                 tag's name that is not a checkpoint; the Saver is closed.
         """
-        return self._start(state, tag=tag, extra=extra, snapshot=True)
+        return self._start(partial(_described, state), tag=tag, extra=extra, snapshot=True)
 
     def wait(self) -> None:
         """Waits until the last save is published; raises its error if it failed. Collective."""
@@ -167,16 +171,15 @@ class Saver:
             self._lock.release()
             self._lock = None
 
-    def _start(self, state: State, *, tag: str | None, extra: Mapping[str, Any] | None, snapshot: bool) -> str:
-        """Starts a writer of the state's memory, or of a snapshot of it."""
+    def _start(self, describe: _Described, *, tag: str | None, extra: Mapping[str, Any] | None, snapshot: bool) -> str:
+        """Starts a writer of the tensors' memory, or of a snapshot of it."""
         if self._closed:
             raise CheckpointError(f"this Saver of {self.folder} is closed; make another one")
         self.wait()
-        _warn_of_unsaved(state)
         group = self._group
         with ExitStack() as undo:
             (_, shards), requests = gather_or_none(
-                group, lambda: self._request(state, tag, extra, undo), share=lambda requested: requested[0]
+                group, lambda: self._request(describe, tag, extra, undo), share=lambda requested: requested[0]
             )
             ranks = self._fingerprinted([request.shards for request in requests], shards)
             request: SaveRequest = attrs.evolve(requests[0], shards=())
@@ -187,13 +190,12 @@ class Saver:
         self._writer = CheckpointWriter(pending, group.rank, data)
         return request.tag
 
-    def _request(self, state: State, tag: str | None, extra: Any, undo: ExitStack) -> tuple[SaveRequest, list[TensorShard]]:
+    def _request(
+        self, describe: _Described, tag: str | None, extra: Any, undo: ExitStack
+    ) -> tuple[SaveRequest, list[TensorShard]]:
         """What is to be saved, and this rank's shards of it. Rank 0 also makes the folder to write into."""
-        if not isinstance(state, State):
-            raise TypeError(f"state={type(state).__name__}: save takes the state that a step made")
-        step, values = int(state.step), _json(extra)
+        (step, shards), values = describe(), _json(extra)
         tag = check_tag(str(step) if tag is None else tag)
-        shards = describe_in_place(state)
         request = SaveRequest(tag, step, tuple(metadata_of(shards)))
         if self._group.rank == 0:
             if self._lock is not None and self._lock.lost:
@@ -292,15 +294,48 @@ def save(
     True
     """
     with Saver(path, group=group, keep_last=keep_last, keep_every=keep_every) as saver:
-        return saver._start(state, tag=tag, extra=extra, snapshot=False)
+        return saver._start(partial(_described, state), tag=tag, extra=extra, snapshot=False)
 
 
-def _warn_of_unsaved(state: Any) -> None:
-    held = state.slots.get(BUFFERS) if isinstance(state, State) else None
-    lost = held.unsaved() if isinstance(held, Buffers) else []
+def _described(state: State) -> tuple[int, list[TensorShard]]:
+    if not isinstance(state, State):
+        raise TypeError(f"state={type(state).__name__}: save takes the state that a step made")
+    buffers = state.slots.get(BUFFERS)
+    lost = buffers.unsaved() if isinstance(buffers, Buffers) else []
     if lost:
         warnings.warn(
             f"state: forward passes have set {', '.join(lost)} to what no checkpoint has (None, strings, objects, modes, or "
             "nothing by del), so a run that is resumed begins with what the module was built with; use tensors and numbers",
-            stacklevel=4,
+            stacklevel=7,
         )
+    return int(state.step), describe_in_place(state)
+
+
+def save_named(
+    tensors: Mapping[str, Tensor], path: str | Path, *, tag: str, step: int = 0, extra: Mapping[str, Any] | None = None
+) -> None:
+    """Writes tensors as a checkpoint that ``load`` reads, from this process only.
+
+    Args:
+        tensors: by the names that ``describe`` gives: ``params/<leaf>``, ``optimizer.exp_avg/<leaf>``, ``step``.
+        path: a folder; created if missing.
+        tag: the checkpoint's name.
+        step: the number of updates, for the folder's listing.
+        extra: JSON values to store with the tensors.
+
+    Raises:
+        ValueError: the tag is not a plain name.
+        BusyError: another job saves into this folder.
+        CheckpointError: it cannot be written, or belongs to another library.
+
+    >>> import tempfile, torch
+    >>> import functional_ds as fds
+    >>> state = fds.train_step(lambda params, x: params["w"].sum(), fds.sgd(0.1)).init({"w": torch.zeros(3)})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_named({"params/w": torch.arange(3.0)}, folder, tag="converted")
+    ...     fds.load(folder, like=state, only="params").params["w"].tolist()
+    [0.0, 1.0, 2.0]
+    """
+    shards = [TensorShard.whole(name, x.contiguous()) for name, x in tensors.items()]
+    with Saver(path, group=comm.Group((0,), 0, "alone", Solo())) as saver:
+        saver._start(lambda: (step, shards), tag=tag, extra=extra, snapshot=False)

@@ -214,8 +214,7 @@ class CheckpointWriter:
                 path.unlink()  # other ranks may need the space on a full disk
             raise
         if self.rank:
-            receipt = {"size": file.size, "checks": "".join(f"{check:08x}" for check in file.checks)}
-            write_atomically(_receipt(self.pending.staged, self.rank), json.dumps(receipt).encode())
+            write_atomically(_receipt(self.pending.staged, self.rank), json.dumps(file.encode()).encode())
         return file
 
     def _publish(self, file: DataFile) -> None:
@@ -239,8 +238,7 @@ class CheckpointWriter:
         self._wait_for(path, rank)
         receipt = json.loads(read_regular(path, limit=LONGEST))
         path.unlink()
-        checks = receipt["checks"]
-        return DataFile(data_name(rank), receipt["size"], tuple(int(checks[i : i + 8], 16) for i in range(0, len(checks), 8)))
+        return DataFile.decode(*receipt)
 
     def _wait_for(self, path: Path, rank: int) -> None:
         deadline: float | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_ds.checkpointing.load import verify as verified
 from functional_ds.state_dict.errors import CheckpointError
+from functional_ds.state_dict.matching import FORMS
 
 from .stored.kinds import NamedTensors, open_checkpoint
 from .stored.writing import WRITTEN, state_names, written_as
@@ -20,7 +21,7 @@ from .words.options import size
 from .words.pages import OutputTable, bytes_of, count_of, emit
 
 _SHOWN = 8
-_FORMS = ("params/", "masters/", "exact/")
+_FORMS = tuple(f"{form}/" for form in FORMS)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -22,7 +22,7 @@ from .planning.candidate import candidate, name_of, with_config
 from .planning.subject import job_of, planned
 from .planning.values_free_step import sent_by_all
 from .words.errors_in_one_line import CommandError, refused
-from .words.options import mesh_sizes
+from .words.options import existing, mesh_sizes
 from .words.pages import OutputTable, emit, seconds_of
 
 _CONVENTIONS = {"16": SIXTEEN, "18": EIGHTEEN, "fp32": SINGLE}
@@ -82,9 +82,7 @@ def _schedule(name: str, ranks: int, microbatches: int, costs: str, width: int) 
         if len(times) != 3:
             raise ValueError("three numbers")
         if Path(name).suffix == ".csv":
-            if not Path(name).is_file():
-                raise CommandError(f"OF: there is no file {name}")
-            schedule = from_csv(name)
+            schedule = from_csv(existing(name, option="OF"))
         elif ranks * microbatches > _MOST_CELLS:
             raise CommandError(f"--ranks {ranks} --microbatches {microbatches}: a picture has room for {_MOST_CELLS:,} of both")
         else:
@@ -144,10 +142,10 @@ _TRACE = 1 << 30  # bytes of a trace
 
 
 def _trace(name: str | None) -> Drawn:
-    if name is None or not Path(name).is_file():
-        raise CommandError(f"OF: there is no file {name}" if name else "OF: name a trace.json, as a profile writes it")
+    if not name:
+        raise CommandError("OF: name a trace.json, as a profile writes it")
     try:
-        content = parse_json(read_text(Path(name), limit=_TRACE))
+        content = parse_json(read_text(existing(name, option="OF"), limit=_TRACE))
         events = content["traceEvents"] if isinstance(content, dict) else content
         slices = [
             (int(event["pid"]), str(event.get("tid", "")), str(event["name"]), float(event["ts"]), float(event["dur"]))

@@ -13,6 +13,7 @@ import typer
 from functional_ds.base.disk.files import read_text
 
 from .words.errors_in_one_line import CommandError, refused
+from .words.options import existing
 from .words.pages import emit
 
 _LINE = re.compile(r"^(\S+)\s+slots=([0-9]+)$")
@@ -43,9 +44,7 @@ def read_hostfile(path: str) -> list[HostSlots]:
         CommandError: no such file; a line of another form; a name that no host has; more than 4,096 slots; a host that
             occurs twice; no hosts.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise CommandError(f"HOSTFILE: there is no file {path}")
+    file = existing(path, option="HOSTFILE")
     hosts: dict[str, HostSlots] = {}
     with refused(f"HOSTFILE: {path} cannot be read", OSError, UnicodeDecodeError):
         lines = read_text(file).splitlines()

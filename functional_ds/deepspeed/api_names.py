@@ -13,25 +13,7 @@ from importlib.resources import files
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-import attrs
-
 from .version_info import version
-
-__all__ = [
-    "ALIASES",
-    "BUILDERS",
-    "ENGINE",
-    "HERE",
-    "INDEXES",
-    "PIPELINE_ENGINE",
-    "REFUSED",
-    "REST",
-    "VERSION",
-    "answer_missing_names",
-    "is_deepspeeds",
-    "module_at",
-    "why_missing",
-]
 
 VERSION = version  # whose names these are
 _US = "functional_ds.deepspeed"
@@ -75,33 +57,21 @@ class IndexModule(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
-@attrs.frozen
-class FoundModule:
-    """A module for one of DeepSpeed's paths, less the first word."""
-
-    path: str
-    module: ModuleType
-
-
-def module_at(path: str) -> FoundModule | None:
+def module_at(path: str) -> ModuleType | None:
     """The module for a path of DeepSpeed's, such as "ops.adam.fused_adam"; None if there is none.
 
-    >>> module_at("runtime.pipe.module").module.__name__
+    >>> module_at("runtime.pipe.module").__name__
     'functional_ds.deepspeed.pipe'
     """
     if path in INDEXES:
-        return FoundModule(path, IndexModule(f"{_US}.{path}", _US, INDEXES[path]))
+        return IndexModule(f"{_US}.{path}", _US, INDEXES[path])
     target = ALIASES.get(path, path if path in HERE else None)
     if target is None:
         return None
-    package = importlib.import_module(_US)
-    if not target:
-        return FoundModule(path, package)
     try:
-        return FoundModule(path, importlib.import_module(f"{_US}.{target}"))
-    except ModuleNotFoundError:
-        module = getattr(package, target.partition(".")[0], None)
-        return FoundModule(path, module) if isinstance(module, ModuleType) else None
+        return importlib.import_module(f"{_US}.{target}".rstrip("."))
+    except ModuleNotFoundError:  # the folder that it stands on is left out of the installation
+        return None
 
 
 def is_deepspeeds(path: str) -> bool:
@@ -141,7 +111,7 @@ def why_missing(path: str) -> str:
         for full_name in (*HERE, *ALIASES, *INDEXES)
         if full_name.startswith(f"{prefix}.") or not prefix
     ]
-    names = [*getattr(parent.module, "__all__", ()), *(name for name in below if name and "." not in name)]
+    names = [*getattr(parent, "__all__", ()), *(name for name in below if name and "." not in name)]
     near = difflib.get_close_matches(words[-1], set(names) - {words[-1]}, 1, 0.8 if rest else 0.6)
     if near:
         return f"did you mean {near[0]}?"
@@ -165,9 +135,9 @@ def _answers(path: str, getter: Callable[[str], Any] | None) -> Callable[[str], 
             with contextlib.suppress(AttributeError):
                 return getter(name)
         inner = f"{path}.{name}".lstrip(".")
-        held = module_at(inner) if inner in INDEXES or inner in ALIASES else None
-        if held is not None:
-            return held.module
+        module = module_at(inner) if inner in INDEXES or inner in ALIASES else None
+        if module is not None:
+            return module
         why = "" if name.startswith("__") else f": {why_missing(inner)}"
         raise AttributeError(f"deepspeed.{inner} is not in {_US}{why}")
 

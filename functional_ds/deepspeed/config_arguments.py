@@ -2,8 +2,6 @@
 
 import argparse
 
-__all__ = ["add_config_arguments"]
-
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds ``--deepspeed``, ``--deepspeed_config``, and their old names with ``deepscale``; returns the parser.

@@ -44,11 +44,11 @@ class ModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """The module itself, unchanged under its own name."""
         inner = self._inner(spec.name)
-        held = None if inner is None else module_at(inner)
-        if held is None:
+        module = None if inner is None else module_at(inner)
+        if module is None:
             return None
-        spec.loader_state = held.module.__spec__
-        return held.module
+        spec.loader_state = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Restores the module's own spec, which the import system has replaced; there is nothing to run."""

@@ -46,12 +46,9 @@ class Checkpoints:
     resume: bool = attrs.field(default=True, kw_only=True)
 
     def __repr__(self) -> str:
-        options = {field.name: getattr(self, field.name) for field in attrs.fields(Checkpoints)[1:]}
-        changed = [f", {name}={options[name]!r}" for name in options if options[name] != _DEFAULTS[name]]
+        values = [(field, getattr(self, field.name)) for field in attrs.fields(Checkpoints)[1:]]
+        changed = [f", {field.name}={value!r}" for field, value in values if value != field.default]
         return f"Checkpoints({str(self.path)!r}{''.join(changed)})"
-
-
-_DEFAULTS = {field.name: field.default for field in attrs.fields(Checkpoints)}
 
 
 @attrs.frozen

@@ -1,6 +1,6 @@
 """``fit``: a training loop that saves, resumes, watches for hangs and logs."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from typing import Any
 
@@ -84,7 +84,7 @@ def fit(
         watch = open_.enter_context(watchdog(timeout))
         measured = None if logging.profile is None else logging.profile.start(step)
         active = comm.world().rank == 0
-        metrics = open_.enter_context(MetricLogger(logging, steps, active=active, measured=measured))
+        metrics = open_.enter_context(closing(MetricLogger(logging, steps, active=active, measured=measured)))
         manager = open_.enter_context(CheckpointManager(checkpoints))
         run = TrainingRun(
             step,

@@ -304,12 +304,6 @@ class MetricLogger:
         """Those of this rank."""
         return self.policy.loggers if self.active else ()
 
-    def __enter__(self) -> "MetricLogger":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def begin(self, done: int) -> None:
         """Steps after ``done`` follow."""
         for logger in self.loggers:

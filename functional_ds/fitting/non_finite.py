@@ -101,7 +101,11 @@ class Health:
         """The largest counts of all ranks. Reads three numbers from the device; one all-reduce."""
         if self.streak is None or self.worst is None:
             return Verdict()
-        mine = [int(self.streak), int(self.worst), 0 if finite is None else int(not finite)]
-        here = comm.world()
-        streak, worst, spoiled = comm.all_reduce(torch.tensor(mine, device=here.world.device), op="max").tolist()
+        streak, worst, spoiled = agreed(self.streak, self.worst, finite is not None and not finite)
         return Verdict(streak, worst, bool(spoiled))
+
+
+def agreed(*mine: int | Tensor) -> list[int]:
+    """The elementwise maximum of all ranks' numbers."""
+    numbers = torch.tensor([int(x) for x in mine], device=comm.world().world.device)
+    return comm.all_reduce(numbers, op="max").tolist()

@@ -20,7 +20,7 @@ from .checks import positive_steps
 from .data import BatchReader, BatchSource
 from .heartbeat import Watch
 from .loggers import MetricLogger
-from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict
+from .non_finite import Health, NonFiniteLossError, OnNonFinite, RollBack, Verdict, agreed
 from .positions import local_position, restore_generators
 from .signals import Flag
 
@@ -144,7 +144,7 @@ class TrainingRun:
         except StopIteration:
             batch = None
         if self.steps is None:
-            return None if _agreed(batch is None)[0] else batch
+            return None if agreed(batch is None)[0] else batch
         if batch is None:
             raise ValueError(
                 f"batches: rank {comm.world().rank} has none for step {self.done + 1} of steps={self.steps}; "
@@ -171,7 +171,7 @@ class TrainingRun:
         done = self.done
         self.watch.at(done, "agreeing on what to do next")
         late_here = comm.world().rank == 0 and self.checkpoints.late()
-        number, late, failed = _agreed(_number(self.flag), late_here, self.checkpoints.failed)
+        number, late, failed = agreed(_number(self.flag), late_here, self.checkpoints.failed)
         if failed:
             self.checkpoints.wait()  # raises on all ranks
         if self.metrics.due(done):
@@ -261,11 +261,3 @@ class TrainingRun:
 
 def _number(flag: Flag) -> int:
     return int(getattr(flag, "number", _SIGINT)) if flag.is_set() else 0
-
-
-def _agreed(*mine: int) -> list[int]:
-    """The elementwise maximum of all ranks' numbers."""
-    maxima: list[int] = comm.all_reduce(
-        torch.tensor([int(x) for x in mine], device=comm.world().world.device), op="max"
-    ).tolist()
-    return maxima

@@ -15,7 +15,7 @@ from functional_ds.base.disk.files import checked_path
 from functional_ds.sharding.leaf_region import grouped
 from functional_ds.state_dict.all_or_none import all_or_none
 from functional_ds.state_dict.describe import TensorShard, as_before, as_tensors, dense, describe
-from functional_ds.state_dict.matching import Choice, Differences, fits
+from functional_ds.state_dict.matching import FORMS, Choice, Differences, fits
 from functional_ds.step.state.slots import Role, fields_of_role
 from functional_ds.step.state.state import State
 
@@ -23,7 +23,7 @@ from .deepspeed_files import ZeroFiles
 from .deepspeed_layout import MASTER, Param
 
 # Roles in a state that get DeepSpeed's master values.
-_MODEL = ("params", Role.MASTER.value, Role.EXACT.value, Role.AVERAGE.value)
+_MODEL = (*FORMS, Role.AVERAGE.value)
 _OPTIMIZER: Mapping[str, str] = MappingProxyType(
     {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer", "sums": "sum"}
 )

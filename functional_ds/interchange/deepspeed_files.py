@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import EnumType, IntEnum
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,13 @@ class ZeroFiles:
                 flat = self.flats[flat_range.rank][flat_range.which][state_name]
                 begin = flat_range.start + low - flat_range.offset
                 yield low, flat[begin : begin + high - low]
+
+    def whole(self, param: Param, state_name: str) -> Tensor:
+        """All values of a kind of a parameter, in fp32."""
+        flat = torch.empty(prod(param.shape), dtype=torch.float32)
+        for offset, piece in self.read(param, state_name, start=0, stop=flat.numel()):
+            flat[offset : offset + piece.numel()] = piece
+        return flat.view(param.shape)
 
 
 @contextlib.contextmanager

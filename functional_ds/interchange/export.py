@@ -19,6 +19,7 @@ from functional_ds.modules.functional import Apply
 from functional_ds.sharding.leaf_region import LeafRegion, grouped
 from functional_ds.state_dict.describe import as_tensors, describe
 from functional_ds.state_dict.fingerprint import fingerprints
+from functional_ds.state_dict.matching import FORMS
 from functional_ds.step.state.slots import Apart, Role, fields_of_role
 from functional_ds.step.state.state import State
 
@@ -128,7 +129,6 @@ class _Sink:
 
 
 # Roles that hold a leaf's values, the most exact first: masters, exact shards of a compressed gather, the loss's params.
-_ROLES = (Role.MASTER.value, Role.EXACT.value, "params")
 _MEAN = Role.AVERAGE.value
 
 
@@ -253,7 +253,7 @@ def _refuse_twice(path: str) -> None:
 
 def _of_state(state: State, averaged: bool) -> list[LocalShard]:
     """All of this rank's values of leaves; ``plan_sends`` chooses between several values of a leaf."""
-    roles = (*((_MEAN,) if averaged else ()), *_ROLES)
+    roles = (*((_MEAN,) if averaged else ()), *FORMS)
     apart = next((slot for slot in state.slots.values() if isinstance(slot, Apart)), None)
     if apart is not None:
         raise ValueError(

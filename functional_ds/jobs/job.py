@@ -269,14 +269,3 @@ class Job(Entries):
 
     def __str__(self) -> str:
         return self.to_toml().rstrip()
-
-
-RECORDS: dict[str, type[Any]] = {
-    "": Job,
-    "data": DataEntry,
-    "deepspeed": DeepSpeedEntry,
-    "evaluation": EvaluationEntry,
-    "checkpoints": SavedEntry,
-    "logs": LogsEntry,
-    "profile": ProfileEntry,
-}

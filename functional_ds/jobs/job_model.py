@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_ds import comm
 from functional_ds.base.weighted import Weighted
-from functional_ds.jobs.entries.job_errors import JobError
+from functional_ds.jobs.entries.job_errors import JobError, within
 from functional_ds.step.compose import compose
 from functional_ds.step.step import Transform
 
@@ -78,10 +78,8 @@ def pipeline_schedule(schedule: str, micro_batches: int, *, ranks: int, stages_p
         ValueError: too few micro-batches.
     """
     table = import_module("functional_ds.pipelining.schedules.published")
-    try:
+    with within("schedule", value=schedule):
         return table.published(schedule, ranks, micro_batches, v=stages_per_rank)
-    except ValueError as error:
-        raise JobError(str(error), entry="schedule", value=schedule) from error
 
 
 def pipeline(

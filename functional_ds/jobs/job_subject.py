@@ -109,14 +109,11 @@ class Subject:
             problem = "a pipeline's stages are made from a whole model; leave one of the two out"
             raise JobError(problem, entry="deferred", value=True)
         schedule, arguments = schedule_of(job), call.arguments
-        with within("strategy.pipeline"):
+        with within("strategy.pipeline", value=arguments):
             options: dict[str, Any] = {name: arguments[name] for name in ("by", "blocks") if name in arguments}
             if self._cut is None:
                 raise JobError("only shapes are known, and a pipeline needs the model", value=arguments)
-            try:
-                stages, params = self._cut(schedule.stages, options, job)
-            except (TypeError, ValueError) as error:
-                raise JobError(str(error), value=arguments) from error
+            stages, params = self._cut(schedule.stages, options, job)
         return attrs.evolve(self, loss=stages, params=params, apply=stages.apply, stages=stages)
 
     def step(self, job: Job) -> Step:

@@ -14,7 +14,7 @@ import torch
 
 from functional_ds import comm
 from functional_ds.jobs.entries.call_entry import KINDS, CallEntry, call_entry, check_arguments, parameters_of
-from functional_ds.jobs.entries.job_errors import JobError, joined, nearest
+from functional_ds.jobs.entries.job_errors import JobError, joined, nearest, within
 from functional_ds.sharding.grouping import UnitPolicy
 
 from .job import Job
@@ -59,16 +59,11 @@ def made(call: CallEntry, kind: str, job: Job, *, entry: str, around: Surroundin
     Raises:
         JobError: there is no such function, or it does not accept these arguments.
     """
-    place = joined(entry, call.name)
-    try:
+    with within(joined(entry, call.name), value=call.arguments):
         function, arguments = function_and_arguments(call, kind, job, around)
         parameters = parameters_of(function)
         extra = {name: value for name, value in given.items() if name in parameters and name not in arguments}
         return function(**arguments, **extra)
-    except JobError as error:
-        raise error.within(place) from None
-    except (TypeError, ValueError) as error:
-        raise JobError(str(error), entry=place, value=call.arguments) from error
 
 
 def function_and_arguments(
@@ -86,12 +81,8 @@ def function_and_arguments(
     resolved = {}
     for name, value in call.arguments.items():
         annotation = parameters[name].annotation if name in parameters else Any
-        try:
+        with within(name, value=value):
             resolved[name] = _argument(name, value, annotation, job, around)
-        except JobError as error:
-            raise error.within(name) from None
-        except ValueError as error:
-            raise JobError(str(error), entry=name, value=value) from error
     return function, resolved
 
 

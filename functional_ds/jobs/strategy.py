@@ -126,12 +126,10 @@ def deepspeed_plan(job: Job, around: Surroundings | None = None) -> Any:
     rate = None if job.optimizer is None else job.optimizer.arguments.get("lr")
     auto = {"train_batch_size": job.data.rows * sp, **settings.auto}
     config, shown = settings.config, settings.config if isinstance(settings.config, str) else "the table"
-    try:
+    with within("deepspeed.config", value=shown):
         plan = deepspeed.from_ds_config(
             Path(job.folder, config) if isinstance(config, str) else config, ranks, auto=auto, group=group, lr=rate
         )
-    except deepspeed.ConfigError as error:
-        raise JobError(str(error), entry="deepspeed.config", value=shown) from error
     if plan.batch.train_batch_size != job.data.rows * sp:
         raise JobError(
             f"the DeepSpeed config's batch has {plan.batch.train_batch_size} rows; make the two equal",

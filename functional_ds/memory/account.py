@@ -10,7 +10,7 @@ from functional_ds import comm
 from functional_ds.step.state.slots import Role, fields_of_role
 from functional_ds.step.state.state import State
 
-from .counting import holdings
+from .counting import holdings, places
 
 KINDS = ("params", "masters", "optimizer", "gradients", "gathered", "activations", "buffers")
 
@@ -100,7 +100,4 @@ def measured(state: State, *, gradients: int = 0) -> Memory:
         fresh = {key: value for key, value in holdings(held).items() if key not in seen}
         sizes[category] = sum(size for _, size in fresh.values())
         seen |= fresh
-    where: dict[str, int] = {}
-    for place, size in seen.values():
-        where[place] = where.get(place, 0) + size
-    return Memory(**sizes, gradients=gradients, places=where)
+    return Memory(**sizes, gradients=gradients, places=places([*groups.values()]))

@@ -4,7 +4,7 @@ from time import perf_counter
 
 import torch
 
-from functional_ds.base.device import overlaps, synchronize
+from functional_ds.base.device import overlaps, seconds_of
 
 
 def peak_flops(
@@ -37,9 +37,5 @@ def peak_flops(
     x, times = torch.ones(n, n, dtype=dtype, device=place), list[float]()
     began = perf_counter()
     while len(times) < 3 or perf_counter() - began < seconds:
-        synchronize([place])
-        start = perf_counter()
-        _ = x @ x
-        synchronize([place])
-        times.append(perf_counter() - start)
+        times.append(seconds_of(lambda: x @ x, [place]))
     return float(2 * n**3 / min(times))

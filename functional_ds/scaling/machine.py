@@ -29,6 +29,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
+def _above_0(_: object, field: Any, value: Any) -> None:
+    if not _is_number(value) or value <= 0:
+        raise ValueError(f"{field.name}={value!r} must be a number above 0")
+
+
+def _not_negative(_: object, field: Any, value: Any) -> None:
+    if not _is_number(value) or value < 0:
+        raise ValueError(f"{field.name}={value!r} must be a number, 0 or above")
+
+
 @attrs.frozen
 class Machine:
     """A rank's device and its links; all ranks are the same.
@@ -54,30 +64,22 @@ class Machine:
     """
 
     name: str
-    flops: float
-    flops_fp32: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    link_latency: float = 5e-6
-    operation_latency: float = 5e-6
-    memory: int = 0
+    flops: float = attrs.field(validator=_above_0)
+    flops_fp32: float = attrs.field(validator=_above_0)
+    memory_bandwidth: float = attrs.field(validator=_above_0)
+    link_bandwidth: float = attrs.field(validator=_above_0)
+    link_latency: float = attrs.field(default=5e-6, validator=_not_negative)
+    operation_latency: float = attrs.field(default=5e-6, validator=_not_negative)
+    memory: int = attrs.field(default=0, validator=_not_negative)
     device: str = "cuda"
-    page_bandwidth: float = 0.0
-    node_latency: float | None = None
+    page_bandwidth: float = attrs.field(default=0.0, validator=_not_negative)
+    node_latency: float | None = attrs.field(default=None, validator=attrs.validators.optional(_not_negative))
     overlaps: float = 1.0
     factors: Mapping[str, float] = attrs.field(factory=dict, converter=_all_factors, hash=False)
     ranks_per_node: int = 1
-    node_bandwidth: float = 0.0
+    node_bandwidth: float = attrs.field(default=0.0, validator=_not_negative)
 
     def __attrs_post_init__(self) -> None:
-        for field in ("flops", "flops_fp32", "memory_bandwidth", "link_bandwidth"):
-            value = getattr(self, field)
-            if not _is_number(value) or value <= 0:
-                raise ValueError(f"{field}={value!r} must be a number above 0")
-        for field in ("link_latency", "operation_latency", "memory", "page_bandwidth", "node_latency", "node_bandwidth"):
-            value = getattr(self, field)
-            if (not _is_number(value) or value < 0) and not (field == "node_latency" and value is None):
-                raise ValueError(f"{field}={value!r} must be a number, 0 or above")
         if not _is_number(self.overlaps) or not 0 <= self.overlaps <= 1:
             raise ValueError(f"overlaps={self.overlaps!r} must be a number from 0 to 1")
         if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:

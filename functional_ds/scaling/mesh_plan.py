@@ -10,11 +10,9 @@ from functional_ds.memory.formulas import elements_sent
 from functional_ds.pipelining.schedules.generators import interleaved_one_f_one_b, one_f_one_b
 from functional_ds.pipelining.schedules.schedule import Schedule
 
-from .transformer import Transformer
+from .transformer import Transformer, positive
 
 RECOMPUTE = ("none", "needed", "whole")
-
-_positive = attrs.validators.and_(attrs.validators.instance_of(int), attrs.validators.ge(1))
 
 
 @attrs.frozen(kw_only=True)
@@ -39,13 +37,13 @@ class MeshPlan:
     (64, 128)
     """
 
-    dp: int = attrs.field(default=1, validator=_positive)
-    tp: int = attrs.field(default=1, validator=_positive)
-    pp: int = attrs.field(default=1, validator=_positive)
-    chunks: int = attrs.field(default=1, validator=_positive)
+    dp: int = attrs.field(default=1, validator=positive)
+    tp: int = attrs.field(default=1, validator=positive)
+    pp: int = attrs.field(default=1, validator=positive)
+    chunks: int = attrs.field(default=1, validator=positive)
     stage: int = attrs.field(default=0, validator=attrs.validators.in_(range(4)))
-    micro_batch: int = attrs.field(default=1, validator=_positive)
-    micro_batches: int = attrs.field(default=1, validator=_positive)
+    micro_batch: int = attrs.field(default=1, validator=positive)
+    micro_batches: int = attrs.field(default=1, validator=positive)
     recompute: str = attrs.field(default="none", validator=attrs.validators.in_(RECOMPUTE))
     fp32_gradients: bool = True
     overlap: bool = True

@@ -2,8 +2,8 @@
 
 import attrs
 
-_positive = attrs.validators.and_(attrs.validators.instance_of(int), attrs.validators.ge(1))
-_positive_or_none = attrs.validators.optional(_positive)
+positive = attrs.validators.and_(attrs.validators.instance_of(int), attrs.validators.ge(1))
+_positive_or_none = attrs.validators.optional(positive)
 
 
 @attrs.frozen(kw_only=True)
@@ -29,11 +29,11 @@ class Transformer:
     1008.0...
     """
 
-    layers: int = attrs.field(validator=_positive)
-    width: int = attrs.field(validator=_positive)
-    heads: int = attrs.field(validator=_positive)
-    vocabulary: int = attrs.field(validator=_positive)
-    length: int = attrs.field(validator=_positive)
+    layers: int = attrs.field(validator=positive)
+    width: int = attrs.field(validator=positive)
+    heads: int = attrs.field(validator=positive)
+    vocabulary: int = attrs.field(validator=positive)
+    length: int = attrs.field(validator=positive)
     key_heads: int | None = attrs.field(default=None, validator=_positive_or_none)
     inner: int | None = attrs.field(default=None, validator=_positive_or_none)
     gated: bool = False

@@ -43,13 +43,13 @@ def _around(original: Any, ours: Callable[..., Any]) -> Any:
     return either
 
 
-def _property(name: str, ours: Callable[[SimulatedGpu, Tensor], Any]) -> Any:
-    """A property of tensors: ``ours`` for those on the device."""
+def _property(name: str, value: Any) -> Any:
+    """A property of tensors: this value for those on the device."""
     original = getattr(Tensor, name)
 
     def get(self: Tensor) -> Any:
         gpu = current_gpu()
-        return ours(gpu, self) if gpu is not None and gpu.holds(self) else original.__get__(self)
+        return value if gpu is not None and gpu.holds(self) else original.__get__(self)
 
     return property(get)
 
@@ -229,35 +229,34 @@ def _beside(gpu: SimulatedGpu, original: Any, world: Any, steps: Any, lane: Any,
     return SideStream.run(steps, gpu.communicator(("lane", lane.ranks, lane.name), f"{lane.name} (chains)"))
 
 
+_Table = dict[Any, dict[str, Callable[..., Any]]]  # by what has a function of this name
+
+
 def _patches() -> Iterator[AbstractContextManager[Any]]:
-    cuda = torch.cuda
-    tensors: dict[str, Any] = {
-        "device": _property("device", lambda gpu, _: DEVICE),
-        "is_cuda": _property("is_cuda", lambda gpu, _: True),
-        "is_cpu": _property("is_cpu", lambda gpu, _: False),
-        "get_device": _instead(Tensor.get_device, lambda gpu, self: 0 if gpu.holds(self) else -1),
-        "to": _around(Tensor.to, _to),
-        "cpu": _instead(Tensor.cpu, _cpu),
-        "cuda": _instead(Tensor.cuda, _cuda),
-        "numpy": _around(Tensor.numpy, _numpy),
-        "tolist": _around(Tensor.tolist, _tolist),
-        "record_stream": _instead(Tensor.record_stream, _record_stream),
+    instead: _Table = {
+        Tensor: {
+            "get_device": lambda gpu, self: 0 if gpu.holds(self) else -1,
+            "cpu": _cpu,
+            "cuda": _cuda,
+            "record_stream": _record_stream,
+        },
+        torch.cuda: _CUDA,
+        torch.accelerator: _ACCELERATOR,
+        torch.backends.cudnn: {"is_acceptable": lambda gpu, tensor: False},
+        dist: {"get_backend_config": lambda gpu, group=None: "cpu:gloo,cuda:nccl"},
     }
-    yield from (mock.patch.object(Tensor, name, new) for name, new in tensors.items())
-    yield from (mock.patch.object(cuda, name, _instead(getattr(cuda, name), new)) for name, new in _CUDA.items())
-    yield mock.patch.multiple(cuda, Stream=SimulatedStream, Event=SimulatedEvent, stream=on_stream)
-    accelerator = torch.accelerator
-    yield from (
-        mock.patch.object(accelerator, name, _instead(getattr(accelerator, name), new)) for name, new in _ACCELERATOR.items()
-    )
-    cudnn = torch.backends.cudnn
-    yield mock.patch.object(cudnn, "is_acceptable", _instead(cudnn.is_acceptable, lambda gpu, tensor: False))
+    around: _Table = {
+        Tensor: {"to": _to, "numpy": _numpy, "tolist": _tolist},
+        SimulatedWorld: {"start": started, "beside": _beside},
+    }
+    for replacing, table in ((_instead, instead), (_around, around)):
+        for owner, ours in table.items():
+            yield from (mock.patch.object(owner, name, replacing(getattr(owner, name), new)) for name, new in ours.items())
+    for name, value in {"device": DEVICE, "is_cuda": True, "is_cpu": False}.items():
+        yield mock.patch.object(Tensor, name, _property(name, value))
+    yield mock.patch.multiple(torch.cuda, Stream=SimulatedStream, Event=SimulatedEvent, stream=on_stream)
     yield mock.patch.multiple(torch, autocast=_Autocast)
     yield mock.patch.multiple(torch.amp, autocast=_Autocast)
-    config = _instead(dist.get_backend_config, lambda gpu, group=None: "cpu:gloo,cuda:nccl")
-    yield mock.patch.object(dist, "get_backend_config", config)
-    yield mock.patch.object(SimulatedWorld, "start", _around(SimulatedWorld.start, started))
-    yield mock.patch.object(SimulatedWorld, "beside", _around(SimulatedWorld.beside, _beside))
     yield cuda_without_a_driver()
     yield fake_tensors_as_if_on(HOST)
     yield instead_of_grouping(_grouped)

@@ -13,8 +13,8 @@ from functional_ds.step.state.slots import Role
 from .describe import TensorShard
 from .errors import StructureError
 
-# The forms in which a leaf of the model is stored, the most precise first. A state need not have those of the checkpoint.
-_FORMS = (Role.MASTER.value, Role.EXACT.value, "params")  # the forms of a leaf, the most exact first
+# The forms in which a leaf of the model is stored, the most exact first. A state need not have those of the checkpoint.
+FORMS = (Role.MASTER.value, Role.EXACT.value, "params")
 _POLICY = (f"{Role.SETTING.value}.*",)  # comes and goes with the precision
 _SHOWN = 8
 
@@ -22,7 +22,7 @@ _SHOWN = 8
 def fits(name: str, patterns: Sequence[str]) -> bool:
     """Whether a name, or the part before its slash or first dot, matches. Masters are named params."""
     role, _, leaf = name.partition("/")
-    names = {name, role, role.partition(".")[0]} | ({"params", f"params/{leaf}"} if role in _FORMS else set())
+    names = {name, role, role.partition(".")[0]} | ({"params", f"params/{leaf}"} if role in FORMS else set())
     return any(fnmatchcase(candidate, pattern) for candidate in names for pattern in patterns)
 
 
@@ -183,10 +183,10 @@ class _Matcher:
     def best_form(self, shard: TensorShard) -> str:
         """The form of a leaf to read: its own if state and checkpoint have the same forms and dtype, else the most precise."""
         name, (role, _, leaf) = shard.name, shard.name.partition("/")
-        if role not in _FORMS:
+        if role not in FORMS:
             return name
-        here = [form for form in _FORMS if f"{form}/{leaf}" in self.known]
-        there = [form for form in _FORMS if f"{form}/{leaf}" in self.stored]
+        here = [form for form in FORMS if f"{form}/{leaf}" in self.known]
+        there = [form for form in FORMS if f"{form}/{leaf}" in self.stored]
         same = here == there and self.stored[name].dtype == shard.view.dtype
         return name if same or not there else f"{there[0]}/{leaf}"
 
@@ -202,7 +202,7 @@ class _Matcher:
             base = name if name in self.known else without_rank(name)[0]
             role, _, leaf = base.partition("/")
             model = self.stored.get(f"params/{leaf}", tensor)
-            wanted = base in self.known or (role in _FORMS and f"params/{leaf}" in self.known)
+            wanted = base in self.known or (role in FORMS and f"params/{leaf}" in self.known)
             empty = not (tensor.numel and model.numel)
             if not wanted and not empty and self.choice.wants(base) and not fits(base, allowed):
                 self.differences.extra.add(base)

@@ -51,14 +51,19 @@ class Law:
 # -- equal to one device -----------------------------------------------------------------------------------------------
 
 
+def _near(method: Method, found: Any, wanted: Any, words: str, setup: Setup, *, moved: bool = True) -> None:
+    """Raises WrongError for a leaf with another value, within the method's part of how far it has moved, or of its size."""
+    difference = apart(found, wanted, method.recipe.problem.params if moved else None, method.within)
+    if difference is not None:
+        raise WrongError(f"{words}: {difference[1]}", setup)
+
+
 def _oracle(method: Method) -> None:
     if method.oracle is None:
         raise NotApplicableError("no oracle was given: oracle=function of (params, batches)")
     setup, wanted = method.on(1), method.oracle_params()
     for params, _ in method.run(setup):
-        difference = apart(params, wanted, method.recipe.problem.params, method.within)
-        if difference is not None:
-            raise WrongError(f"{setup}: {difference[1]}", setup)
+        _near(method, params, wanted, f"{setup}", setup)
 
 
 def _ranks(method: Method) -> None:
@@ -70,9 +75,7 @@ def _ranks(method: Method) -> None:
     for setup in setups:
         wanted = method.params_of_ranks(setup.parts)
         for rank, (params, _) in enumerate(method.run(setup)):
-            difference = apart(params, wanted[method.model(setup, rank)], method.recipe.problem.params, method.within)
-            if difference is not None:
-                raise WrongError(f"{setup}, rank {rank}: {difference[1]}", setup)
+            _near(method, params, wanted[method.model(setup, rank)], f"{setup}, rank {rank}", setup)
 
 
 def _stages(method: Method) -> None:
@@ -180,9 +183,8 @@ def _checkpoints(method: Method) -> None:
             comm.simulate(_saving, method.recipe, before, 0, path, 2, True, world_size=before.ranks)
             results = comm.simulate(_saving, method.recipe, after, 2, path, STEPS, False, world_size=after.ranks)
         for rank, (resumed, _) in enumerate(results):
-            difference = apart(resumed, wanted[method.model(after, rank)][0], method.recipe.problem.params, method.within)
-            if difference is not None:
-                raise WrongError(f"saved after 2 steps of {before}, and loaded into {after}: {difference[1]}", after)
+            words = f"saved after 2 steps of {before}, and loaded into {after}"
+            _near(method, resumed, wanted[method.model(after, rank)][0], words, after)
 
 
 def _slots(method: Method) -> None:
@@ -196,9 +198,8 @@ def _slots(method: Method) -> None:
             again = comm.simulate(_saving, method.recipe, alone, STEPS, path, STEPS, False, world_size=alone.ranks)
         for (_, loaded), (_, wanted) in zip(again, states, strict=True):
             shared = {name: leaf for name, leaf in loaded.items() if name in wanted}
-            difference = apart(shared, {name: wanted[name] for name in shared}, None, method.within)
-            if difference is not None:
-                raise WrongError(f"{setup}, its state loaded into {alone}: {difference[1]}", setup)
+            words = f"{setup}, its state loaded into {alone}"
+            _near(method, shared, {name: wanted[name] for name in shared}, words, setup, moved=False)
 
 
 def _donation(method: Method) -> None:

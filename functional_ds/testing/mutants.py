@@ -141,27 +141,21 @@ def _caught(bound: Sequence[BoundLaw]) -> str:
 def _planted(module: ast.Module) -> Iterator[tuple[Mutant, ast.Module]]:
     """Each bug, and the syntax tree with it."""
     patterns = [(ast.parse(old, mode="eval").body, ast.parse(new, mode="eval").body, words) for old, new, words in _BUGS]
-    places = [node for statement in _body(module) for node in ast.walk(statement) if isinstance(node, ast.expr)]
-    for index, node in enumerate(places):
+    for index, node in enumerate(_expressions(module)):
         for old, new, words in patterns:
             bound: dict[str, ast.expr] = {}
             if not _fits(old, node, bound):
                 continue
             tree = copy.deepcopy(module)
-            spot = [
-                expression
-                for statement in _body(tree)
-                for expression in ast.walk(statement)
-                if isinstance(expression, ast.expr)
-            ][index]
+            spot = _expressions(tree)[index]
             bug = ast.copy_location(_Filled(bound).visit(copy.deepcopy(new)), spot)
             yield Mutant(node.lineno, ast.unparse(node), ast.unparse(bug), words), _Replaced(spot, bug).visit(tree)
 
 
-def _body(module: ast.Module) -> list[ast.stmt]:
-    """The body of the function, without the defaults of its arguments."""
+def _expressions(module: ast.Module) -> list[ast.expr]:
+    """Those of the function's body, without the defaults of its arguments."""
     [function] = module.body
-    return getattr(function, "body", [])
+    return [node for line in getattr(function, "body", []) for node in ast.walk(line) if isinstance(node, ast.expr)]
 
 
 def _fits(pattern: Any, node: Any, bound: dict[str, ast.expr]) -> bool:

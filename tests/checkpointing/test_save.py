@@ -4,6 +4,7 @@ import ctypes
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import functional_ds as fds
 from functional_ds import checkpointing, comm, transforms
 from functional_ds.checkpointing import storage
+from functional_ds.checkpointing.save import _described
 from functional_ds.transforms.offloading import fetched
 
 STEP = transforms.zero(1)(fds.train_step(lambda p, x: (p["w"] * x).sum(), fds.adamw(0.1)))
@@ -196,7 +198,7 @@ def test_an_offloaded_state_is_saved_as_the_same_files(tmp_path: Path, stage: in
         step = transforms.zero(stage)(away(fds.train_step(lambda p, x: sum((w * x).sum() for w in p.values()), fds.adamw(0.1))))
         state, _ = step(step.init(params), torch.ones(1))
         with checkpointing.Saver(tmp_path / "pieces") as saver:
-            saver._start(state, tag="1", extra=None, snapshot=background)
+            saver._start(partial(_described, state), tag="1", extra=None, snapshot=background)
         fds.save(fetched(state), tmp_path / "whole", tag="1")
 
     comm.simulate(program, world_size=2)

@@ -12,7 +12,7 @@ from torch import nn
 from functional_ds.cli import entry
 from functional_ds.cli.app import application
 from functional_ds.cli.report_command import environment, warnings_of
-from functional_ds.cli.words.pages import OutputTable, emit, plain, svg
+from functional_ds.cli.words.pages import OutputTable, emit, plain
 from functional_ds.pipelining import PUBLISHED
 from tests.cli.running import answer, refusal, run
 
@@ -109,7 +109,6 @@ def test_a_terminal_gets_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     shown = capsys.readouterr().out
     assert "[params]" in shown
     assert "│" in shown
-    assert svg([table], title="x").startswith("<svg")
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

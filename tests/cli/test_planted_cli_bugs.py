@@ -225,7 +225,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
         ),
     ],
     conversion: [
-        Bug("rounded values are converted", "cli.stored.kinds:_ours", "_EXACT_FIRST", "_EXACT_FIRST[::-1]"),
+        Bug("rounded values are converted", "checkpointing.dcp:CheckpointReader.params", "reversed(FORMS)", "FORMS"),
     ],
 }
 CASES = [pytest.param(law, bug, id=bug.name) for law, bugs in BUGS.items() for bug in bugs]

@@ -10,10 +10,19 @@ from pydantic.fields import FieldInfo
 from functional_ds.jobs.entries.call_entry import KINDS, CallEntry
 from functional_ds.jobs.entries.job_reader import Entries
 from functional_ds.jobs.entries.job_text import toml
-from functional_ds.jobs.job import RECORDS
+from functional_ds.jobs.job import DataEntry, DeepSpeedEntry, EvaluationEntry, Job, LogsEntry, ProfileEntry, SavedEntry
 
 PAGE = Path(__file__).parents[2] / "docs/command-line.md"
 START, END = "<!-- entries -->\n", "<!-- /entries -->"
+RECORDS: dict[str, type[Entries]] = {
+    "": Job,
+    "data": DataEntry,
+    "deepspeed": DeepSpeedEntry,
+    "evaluation": EvaluationEntry,
+    "checkpoints": SavedEntry,
+    "logs": LogsEntry,
+    "profile": ProfileEntry,
+}
 
 _WORDS = {int: "whole number", float: "number", str: "string", bool: "true, false", CallEntry: "call", Any: "anything"}
 

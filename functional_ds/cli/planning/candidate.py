@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from functional_ds.cli.words.errors_in_one_line import CommandError, refused
+from functional_ds.cli.words.options import existing
 from functional_ds.deepspeed.config.config_reader import source
 from functional_ds.deepspeed.config.ds_plan import from_ds_config
 from functional_ds.jobs.entries.call_entry import KINDS, CallEntry
@@ -29,10 +30,8 @@ def with_config(job: Job, path: str | None) -> Job:
     """
     if path is None:
         return job
-    if not Path(path).is_file():
-        raise CommandError(f"CONFIG: there is no file {path}")
     with refused("CONFIG", OSError, ValueError):
-        config = source(path)
+        config = source(existing(path, option="CONFIG"))
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
         config = {**config, "train_micro_batch_size_per_gpu": 1}
     changes: dict[str, Any] = {"strategy": None, "deepspeed": {"config": config}}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functional_ds.base.disk.files import parse_json, read_text
 from functional_ds.cli.words.errors_in_one_line import CommandError, refused
+from functional_ds.cli.words.options import existing
 from functional_ds.jobs.entries.job_errors import JobError
 from functional_ds.jobs.job import Job
 from functional_ds.jobs.job_file import load_job
@@ -57,9 +58,7 @@ def job_of(name: str, *, seq: int = 1024, allow_import: Sequence[str] = ()) -> J
         )
     if not head.endswith(".py"):
         return _job(name, allow_import=(head,))
-    file = Path(head)
-    if not file.is_file():
-        raise CommandError(f"MODEL: there is no file {head}")
+    file = existing(head, option="MODEL")
     return _job(f"{file.stem}:{attribute}", folder=str(file.parent))
 
 

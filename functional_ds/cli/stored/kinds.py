@@ -14,11 +14,10 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.storage import StorageReader
 
 from functional_ds.base.disk.files import read_regular
 from functional_ds.checkpointing.dcp import CheckpointReader
-from functional_ds.checkpointing.directory import latest, open_manifest, read_pointer, tags
+from functional_ds.checkpointing.directory import latest, read_pointer, tags
 from functional_ds.cli.words.errors_in_one_line import CommandError, refused
 from functional_ds.interchange.deepspeed_files import ZeroFiles, enum_member, load_pickle
 from functional_ds.interchange.deepspeed_layout import MASTER
@@ -66,7 +65,6 @@ def check_metadata(path: Path) -> None:
 
 
 KINDS_OF_FILES = ("functional-ds", "safetensors", "deepspeed", "dcp", "torch")
-_EXACT_FIRST = ("masters/", "exact/", "params/")
 
 
 @attrs.frozen(eq=False)
@@ -143,42 +141,15 @@ def _ours(path: Path, tag: str | None) -> NamedTensors:
     folder, which = (path.parent, path.name) if (path / "manifest.json").is_file() else (path, tag or latest(path))
     if which is None:
         raise CommandError(f"{path} has no checkpoint that can be read")
-    _, manifest = open_manifest(folder, which)
+    reader = CheckpointReader(folder, which)
+    manifest = reader.manifest
     whole = {name: stored for name, stored in manifest.tensors.items() if stored.whole}
     tensors = {name: _meta(stored.shape, stored.dtype) for name, stored in whole.items()}
-    params: dict[str, str] = {}
-    for prefix in _EXACT_FIRST:
-        for name in tensors:
-            if name.startswith(prefix):
-                params.setdefault(name.removeprefix(prefix), name)
-    params |= {name.removeprefix("buffers."): name for name in tensors if name.startswith("buffers.")}
-
-    def read(names: Sequence[str]) -> dict[str, Tensor]:
-        reader = CheckpointReader(folder, which)
-        there = reader.read_metadata().state_dict_metadata
-        values = {name: _empty(there[name]) for name in names}
-        _load(values, reader)
-        return {name: x.view(tensors[name].shape) for name, x in values.items()}
-
+    params = reader.params() | {name.removeprefix("buffers."): name for name in tensors if name.startswith("buffers.")}
     summary = manifest.summary
     notes = {"tag": which, "tags": tags(folder), "step": summary.step, "ranks": summary.ranks, "extra": manifest.extra}
     rest = tuple(name for name, stored in manifest.tensors.items() if not stored.whole)
-    return NamedTensors("functional-ds", path, tensors, params, notes, read, rest)
-
-
-def _load(values: dict[str, Tensor], reader: StorageReader) -> None:
-    held: dict[str, Any] = dict(values)
-    with warnings.catch_warnings():  # a single process is intended
-        warnings.simplefilter("ignore", UserWarning)
-        try:
-            state_dict_loader.load(held, storage_reader=reader, no_dist=True)
-        except CheckpointException as failed:  # not a subclass of Exception
-            error = next((raised[0] for raised in failed.failures.values()), failed)
-            raise (error if isinstance(error, Exception) else DamagedError(str(failed))) from None
-
-
-def _empty(metadata: Any) -> Tensor:
-    return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+    return NamedTensors("functional-ds", path, tensors, params, notes, reader.whole, rest)
 
 
 def _safetensors(path: Path, tag: str | None) -> NamedTensors:
@@ -206,10 +177,8 @@ def _deepspeed(path: Path, tag: str | None) -> NamedTensors:
     def value_of(name: str) -> Tensor:
         if name in values:
             return values[name].clone()
-        (leaf, state_name), flat = stored[name], torch.empty(tensors[name].numel())
-        for offset, part in files.read(files.params[leaf], state_name, start=0, stop=flat.numel()):
-            flat[offset : offset + part.numel()] = part
-        return flat.view(tensors[name].shape)
+        leaf, state_name = stored[name]
+        return files.whole(files.params[leaf], state_name)
 
     notes = {"tag": files.path.name, "stage": files.stage, "ranks": len(files.flats), "aliases": dict(files.aliases)}
     notes |= {"step": files.made(), "beside": ("loss_scaler", "lr_scheduler", "client_state", "random generators")}
@@ -225,8 +194,14 @@ def _dcp(path: Path, tag: str | None) -> NamedTensors:
     tensors = {name: _meta(x.size, x.properties.dtype) for name, x in stored.items()}
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
-        values = {name: _empty(stored[name]) for name in names}
-        _load(values, FileSystemReader(path))
+        values: dict[str, Any] = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
+        with warnings.catch_warnings():  # a single process is intended
+            warnings.simplefilter("ignore", UserWarning)
+            try:
+                state_dict_loader.load(values, storage_reader=FileSystemReader(path), no_dist=True)
+            except CheckpointException as failed:  # not a subclass of Exception
+                error = next((raised[0] for raised in failed.failures.values()), failed)
+                raise (error if isinstance(error, Exception) else DamagedError(str(failed))) from None
         return values
 
     rest = tuple(sorted(metadata.state_dict_metadata.keys() - stored.keys()))

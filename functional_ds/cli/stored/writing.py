@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from functional_ds.base.disk.files import written_atomically
-from functional_ds.checkpointing.named_tensors import save_named
+from functional_ds.checkpointing.save import save_named
 from functional_ds.cli.words.errors_in_one_line import CommandError, refused
 from functional_ds.interchange.export import export
 

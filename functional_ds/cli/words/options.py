@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter
 
@@ -11,6 +12,18 @@ from .errors_in_one_line import CommandError
 
 _BYTES = TypeAdapter(ByteSize)
 _AXES = ("dp", "pp", "sp", "tp", "ep")
+
+
+def existing(name: str, *, option: str) -> Path:
+    """The file of this name.
+
+    Raises:
+        CommandError: it is not there, or is not a file.
+    """
+    path = Path(name)
+    if not path.is_file():
+        raise CommandError(f"{option}: there is no file {name}")
+    return path
 
 
 def size(text: str, *, option: str) -> int:

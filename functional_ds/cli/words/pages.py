@@ -4,8 +4,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -72,12 +71,12 @@ def _numeric(table: OutputTable) -> list[bool]:
     return [bool(column) and all(_NUMBER.match(cell) for cell in column) for column in columns]
 
 
-def _rich(page: Page, console: Any = None) -> None:
+def _rich(page: Page) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = console or Console()
+    console = Console()
     for part in page:
         if isinstance(part, str):
             console.print(Text(printable(part)))
@@ -90,26 +89,13 @@ def _rich(page: Page, console: Any = None) -> None:
         console.print(table)
 
 
-def svg(page: Page, *, title: str, width: int = 120) -> str:
-    """The page as rich shows it on a terminal, as a picture."""
-    from rich.console import Console
-
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        console = Console(record=True, width=width, file=nowhere, force_terminal=True)
-        _rich(page, console)
-        return str(console.export_svg(title=title))
-
-
 def bytes_of(count: float) -> str:
     """Bytes with a unit of 10^3.
 
     >>> bytes_of(999), bytes_of(81_604_378_624)
     ('999 B', '81.60 GB')
     """
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count:.0f} B"
+    return _in_units(count, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}, ".2f") or f"{count:.0f} B"
 
 
 def count_of(number: float) -> str:
@@ -118,10 +104,7 @@ def count_of(number: float) -> str:
     >>> count_of(7_453_609_984), count_of(12)
     ('7.45 G', '12')
     """
-    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number:g}"
+    return _in_units(number, {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}) or f"{number:g}"
 
 
 def seconds_of(time: float | None) -> str:
@@ -130,9 +113,9 @@ def seconds_of(time: float | None) -> str:
     >>> seconds_of(0.0123), seconds_of(None)
     ('12.3 ms', '-')
     """
-    if time is None:
-        return "-"
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if time >= factor:
-            return f"{time / factor:.3g} {unit}"
-    return f"{time / 1e-6:.3g} us"
+    return "-" if time is None else _in_units(time, {"s": 1.0, "ms": 1e-3}) or f"{time / 1e-6:.3g} us"
+
+
+def _in_units(number: float, units: Mapping[str, float], form: str = ".3g") -> str | None:
+    """In the first unit of which there is at least one."""
+    return next((f"{number / factor:{form}} {unit}" for unit, factor in units.items() if number >= factor), None)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DeepSpeedAccelerator"]
-
 _DTYPES = {
     "BFloat16Tensor": torch.bfloat16,
     "ByteTensor": torch.uint8,

@@ -14,8 +14,6 @@ from functional_ds.base.device import resident_peak_bytes
 
 from .accelerator import DeepSpeedAccelerator
 
-__all__ = ["CPUAccelerator", "CUDAAccelerator", "get_accelerator", "is_current_accelerator_supported"]
-
 
 class CUDAAccelerator(DeepSpeedAccelerator):
     """NVIDIA's and AMD's GPUs."""
@@ -92,11 +90,7 @@ class CPUAccelerator(DeepSpeedAccelerator):
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return _linux("self/status", "VmHWM") or resident_peak_bytes()
 
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return self.memory_allocated()
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return self.max_memory_allocated()
+    memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         with suppress(OSError):  # not Linux, or not allowed

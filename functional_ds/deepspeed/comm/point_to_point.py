@@ -1,6 +1,7 @@
 """Point-to-point messages, which write into the receiver's tensor; ranks are those of the world."""
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -77,14 +78,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     if any(group_of(p2p.group) != group for p2p in p2p_op_list):
         raise ValueError("batch_isend_irecv: the messages of a batch are of one group")
     ops = [
-        comm.Send(p2p.tensor.detach(), place_in(group, p2p.peer, "peer"), p2p.tag)
-        if p2p.op is isend
-        else comm.Recv(p2p.tensor.detach(), place_in(group, p2p.peer, "peer"), p2p.tag)
+        (comm.Send if p2p.op is isend else comm.Recv)(p2p.tensor.detach(), place_in(group, p2p.peer, "peer"), p2p.tag)
         for p2p in p2p_op_list
     ]
     batch = comm.start(comm.batch_p2p, ops, group)
-    return [Work(batch.then(_entry(index)), () if p2p.op is isend else [p2p.tensor]) for index, p2p in enumerate(p2p_op_list)]
-
-
-def _entry(index: int) -> Callable[[list[Any]], Any]:
-    return lambda results: results[index]
+    return [
+        Work(batch.then(itemgetter(index)), () if p2p.op is isend else [p2p.tensor]) for index, p2p in enumerate(p2p_op_list)
+    ]

@@ -4,7 +4,3 @@ from .ds_plan import ConfigPlan, from_ds_config
 from .explain import ConfigError, ExplainedKey, Explanation, UsageError
 
 __all__ = ["ConfigError", "ConfigPlan", "ExplainedKey", "Explanation", "UsageError", "from_ds_config"]
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -20,8 +20,6 @@ from .explain import ConfigError, ExplainedKey, Explanation
 from .keys.config_key import ConfigKey, Fate
 from .keys.config_table import BLOCKS, DEAD, SECTIONS, key_of, nearest
 
-__all__ = ["ABSENT", "Config", "Settings", "read", "source", "unique", "value_of"]
-
 T = TypeVar("T")
 Config = str | os.PathLike[str] | Mapping[str, Any]
 

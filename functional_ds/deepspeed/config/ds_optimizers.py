@@ -19,8 +19,6 @@ from .keys import config_table
 from .keys.config_key import ConfigKey
 from .schedules.cycled_betas import cycled
 
-__all__ = ["OPTIMIZERS", "OptimizerRule", "muon_rates", "rule_of"]
-
 Built = Optimizer | PerParameter
 
 

@@ -18,9 +18,6 @@ from .named_parts import optimizer_of, schedule_of
 from .schedules.lr_scheduler import RateSchedule
 from .transform_parts import transforms_of
 
-__all__ = ["BatchSizes", "ConfigPlan", "from_ds_config"]
-
-
 _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -204,11 +201,7 @@ def canonical(settings: Settings, batch: BatchSizes) -> dict[str, Any]:
         if _is_kept(settings, path):
             place, convert = _RENAMED.get(path, (_spelled(path), _as_json))
             _put(config, place, convert(value))
-    return config | {
-        "train_batch_size": batch.train_batch_size,
-        "train_micro_batch_size_per_gpu": batch.train_micro_batch_size_per_gpu,
-        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
-    }
+    return config | {name: getattr(batch, name) for name in (_TRAIN, _MICRO, _STEPS)}
 
 
 def _is_kept(settings: Settings, path: str) -> bool:

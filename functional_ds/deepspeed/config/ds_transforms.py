@@ -16,9 +16,7 @@ from functional_ds.transforms.zero.zero import zero
 from .config_reader import Settings
 from .keys.config_key import Fate
 
-__all__ = ["offload_places", "offloading", "precision", "sharding", "sums_bf16_in_fp32", "word_of"]
-
-_FP16, _BF16, _ZERO = "fp16", "bf16", "zero_optimization"
+_ZERO = "zero_optimization"
 _PLACES = {"cpu": "cpu", "nvme": "disk"}
 _WORDS = {"half": "f16", "float": "f32"}
 

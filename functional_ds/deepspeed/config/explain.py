@@ -6,8 +6,6 @@ import attrs
 
 from .keys.config_key import Fate
 
-__all__ = ["ConfigError", "ExplainedKey", "Explanation", "UsageError"]
-
 
 @attrs.frozen
 class ExplainedKey:

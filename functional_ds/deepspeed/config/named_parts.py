@@ -17,8 +17,6 @@ from .schedules.ds_schedules import SCHEDULERS, beta_cycle
 from .schedules.lr_scheduler import RateSchedule
 from .schedules.torch_schedules import TorchRates, why_not
 
-__all__ = ["optimizer_of", "schedule_of"]
-
 # Schedulers whose rates are multiples of each param group's own.
 _MULTIPLES = ("WarmupCosineLR", "StepLR", "MultiStepLR", "ExponentialLR", "ConstantLR", "LinearLR", "PolynomialLR")
 _COSINES = ("CosineAnnealingLR", "CosineAnnealingWarmRestarts")  # without a floor they are, too

@@ -24,8 +24,6 @@ from .explain import ConfigError
 from .keys.config_key import Fate
 from .schedules.lr_scheduler import RateSchedule
 
-__all__ = ["LossScaleError", "transforms_of"]
-
 
 def transforms_of(
     s: Settings,

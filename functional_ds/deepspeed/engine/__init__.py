@@ -4,7 +4,3 @@ from .engine import DeepSpeedEngine
 from .initialize import initialize
 
 __all__ = ["DeepSpeedEngine", "initialize"]
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -15,8 +15,6 @@ from .common.engine_counts import EngineCounts
 from .common.optimizer_groups import LiveGroup
 from .loop.engine_loop import EngineLoop
 
-__all__ = ["EngineOptimizer"]
-
 
 def _wrapper_of(plan: ConfigPlan, basic: type | None) -> type | None:
     """The class that wraps an optimizer in DeepSpeed; None if none does.

@@ -20,8 +20,6 @@ from .engine_reports import Reports
 from .loop.engine_loop import EngineLoop
 from .whole_batches import WholeBatches
 
-__all__ = ["DeepSpeedEngine"]
-
 
 class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, nn.Module):
     """DeepSpeed's engine, as returned by ``initialize``: a thin layer over ``step.open``, ``backward`` and ``finish``.
@@ -68,7 +66,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, nn.Module):
         self.collate_fn: Callable[..., Any] | None = None
         held = self.__dict__  # nn.Module's own way of setting attributes is slow
         held["plan"], held["_loop"], held["_counts"] = plan, loop, counts
-        held["_reports"] = Reports.of(plan)
+        held["_reports"] = Reports(plan)
         held["_boundary"], held["_no_sync"], held["_stepping"] = None, False, False
 
     # -- passes --------------------------------------------------------------------------------------------------------
@@ -231,10 +229,6 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, nn.Module):
         self.training = mode
         return self
 
-    def eval(self) -> "DeepSpeedEngine":
-        """Sets the module's mode."""
-        return self.train(False)
-
     def __getattr__(self, name: str) -> Any:
         """Missing attributes are looked up in the module."""
         try:
@@ -316,7 +310,7 @@ class DeepSpeedEngine(WholeBatches, EngineNumbers, EngineFiles, nn.Module):
 
     def destroy(self) -> None:
         """Closes logs."""
-        self._reports.close()
+        self._reports.monitor.close()
 
     def _refuse_no_optimizer(self, what: str) -> None:
         if self.optimizer is None:

@@ -17,8 +17,6 @@ from .engine_reports import Reports
 from .loop.engine_loop import grad_norm_of
 from .loop.monitors import Monitors
 
-__all__ = ["EngineNumbers"]
-
 _ROUTES = ("train", "eval", "predict")
 
 

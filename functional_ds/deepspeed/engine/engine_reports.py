@@ -17,38 +17,31 @@ from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
 from .loop.monitors import Monitors
 
-__all__ = ["Reports"]
-
 _OFF = nullcontext()
 _TIMES = {"fwd": "forward", "bwd": "backward", "step": "step"}  # in monitors
 
 
 @attrs.define(eq=False)
 class Reports:
-    """The logs of one engine.
+    """The logs of one engine that its plan asks for.
 
     Attributes:
         monitor: what logs numbers.
         times: milliseconds of the last update's calls, by "fwd", "bwd" and "step", with ``wall_clock_breakdown``.
     """
 
-    monitor: Monitors
+    _plan: ConfigPlan = attrs.field(alias="plan")
+    monitor: Monitors = attrs.field(init=False)
     times: dict[str, float] = attrs.field(factory=dict)
-    _plan: ConfigPlan = attrs.field(alias="plan", kw_only=True)
-    _rows: int = attrs.field(alias="rows", kw_only=True)
-    _clock: bool = attrs.field(alias="clock", kw_only=True)
-    _profiling: bool = False  # whether steps are measured
+    _clock: bool = attrs.field(init=False)
+    _profiling: bool = attrs.field(init=False)  # whether steps are measured
     _profiled: Any = None
     _window: ExitStack | None = None
     _spent: dict[str, float] = attrs.field(factory=dict)
 
-    @staticmethod
-    def of(plan: ConfigPlan) -> "Reports":
-        """The reports that the config asks for."""
-        asks = [plan.value(name) for name in ("wall_clock_breakdown", "flops_profiler.enabled", "comms_logger.enabled")]
-        reports = Reports(Monitors.of(plan), plan=plan, rows=plan.batch.rows, clock=bool(asks[0]))
-        reports._profiling = any(asks)
-        return reports
+    def __attrs_post_init__(self) -> None:
+        self.monitor, self._clock = Monitors.of(self._plan), bool(self._plan.value("wall_clock_breakdown"))
+        self._profiling = self._clock or any(map(self._plan.value, ("flops_profiler.enabled", "comms_logger.enabled")))
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """A part of the engine's time."""
@@ -73,7 +66,7 @@ class Reports:
             skip = int(value("flops_profiler.profile_step")) if value("flops_profiler.enabled") else 1
             self._profiled = profile(loop.step, skip=skip, every=self._every(), flops=bool(value("flops_profiler.enabled")))
         self._window = ExitStack()
-        rows = torch.empty(self._rows, device="meta")
+        rows = torch.empty(self._plan.batch.rows, device="meta")
         plain = loop.step
         loop.step = self._window.enter_context(self._profiled.call(loop.state, rows))
         self._window.callback(setattr, loop, "step", plain)
@@ -96,10 +89,6 @@ class Reports:
         if self._profiled is not None:
             self._show_profile(done)
         self._log(engine)
-
-    def close(self) -> None:
-        """Closes the logs."""
-        self.monitor.close()
 
     def _every(self) -> int:
         interval = self._plan.value("steps_per_print") or 10

@@ -33,8 +33,6 @@ from .loop.gathered_parameters import fill_again, own_parameters
 from .loop.live_module import LiveModule, take_over
 from .loop.zero_init import deferral_of, suspended, taken
 
-__all__ = ["initialize"]
-
 
 @suspended()
 def initialize(

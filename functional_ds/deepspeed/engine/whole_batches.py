@@ -9,8 +9,6 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.deepspeed.utils.loaders import RepeatingLoader
 
-__all__ = ["WholeBatches"]
-
 
 class WholeBatches:
     """Calls of an engine that take all micro-batches of an update, or of an evaluation, from an iterator."""

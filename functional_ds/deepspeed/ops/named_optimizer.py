@@ -14,8 +14,6 @@ from functional_ds.deepspeed.config.keys.config_key import Fate
 from functional_ds.optim.optimizer import Optimizer, PerParameter
 from functional_ds.sharding.leaf_map import LeafMap
 
-__all__ = ["NamedOptimizer"]
-
 
 class NamedOptimizer(torch.optim.Optimizer):
     """A DeepSpeed optimizer, with torch's interface. A class's definition has its arguments with DeepSpeed's defaults.

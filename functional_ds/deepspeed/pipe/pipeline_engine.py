@@ -28,8 +28,6 @@ from .pipeline_module import PipelineModule
 from .pipeline_parts import PipelineParts, pipeline_parts
 from .topology import PipelineParallelGrid
 
-__all__ = ["GivenOptimizer", "PipelineEngine", "pipeline_engine"]
-
 _WHOLE = "the micro-batches of a pipeline run together: call train_batch or eval_batch"
 
 

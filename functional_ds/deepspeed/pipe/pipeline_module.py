@@ -17,8 +17,6 @@ from functional_ds.deepspeed.runtime.utils import partition_balanced, partition_
 
 from .topology import PipeDataParallelTopology, ProcessTopology
 
-__all__ = ["LayerSpec", "PipelineModule", "StageLayers", "TiedLayerSpec"]
-
 
 class LayerSpec:
     """A layer of a ``PipelineModule``: a module class and its arguments.

@@ -22,8 +22,6 @@ from functional_ds.transforms.pipeline import pipeline
 from .pipeline_module import PipelineModule
 from .topology import PipelineParallelGrid
 
-__all__ = ["PipelineParts", "pipeline_parts"]
-
 
 @attrs.frozen(eq=False)
 class PipelineParts:

@@ -8,8 +8,6 @@ from typing import Any
 
 from functional_ds import comm
 
-__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"]
-
 
 class ProcessTopology:
     """The ranks of a grid.

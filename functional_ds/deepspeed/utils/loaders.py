@@ -8,8 +8,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from functional_ds import comm
 
-__all__ = ["EngineLoader", "RepeatingLoader", "data_loader"]
-
 T = TypeVar("T")
 
 

@@ -6,14 +6,12 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from functional_ds.checkpointing.dcp import CheckpointReader
 from functional_ds.deepspeed.engine.common.engine_files import write_weights
 from functional_ds.interchange.deepspeed_files import ZeroFiles
 from functional_ds.interchange.deepspeed_layout import MASTER
-from functional_ds.state_dict.describe import TensorShard
 from functional_ds.state_dict.errors import NoCheckpointError
 from functional_ds.state_dict.latest_file import latest_tag
 
@@ -25,7 +23,6 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 _STATE = "state"  # the tag that engines use within a tag's folder
-_EXACT_FIRST = ("masters/", "exact/", "params/")
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -57,10 +54,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     state_dict: OrderedDict[str, Tensor] = OrderedDict()
     for path, param in files.params.items():
         if not (exclude_frozen_parameters and param.frozen):
-            whole = torch.empty(param.shape, dtype=torch.float32)
-            for at, piece in files.read(param, MASTER, start=0, stop=whole.numel()):
-                whole.view(-1)[at : at + piece.numel()] = piece
-            state_dict[path] = whole
+            state_dict[path] = files.whole(param, MASTER)
     state_dict.update((path, _fp32(value)) for path, value in files.buffers.items())
     state_dict.update((alias, state_dict[path]) for alias, path in files.aliases.items() if path in state_dict)
     return state_dict
@@ -69,18 +63,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def _ours(place: Path) -> "OrderedDict[str, Tensor]":
     """Of a checkpoint that this library has written."""
     reader = CheckpointReader(place, _STATE)
-    tensors = {name: stored for name, stored in reader.manifest.tensors.items() if stored.whole}
-    names: dict[str, str] = {}
-    for prefix in _EXACT_FIRST:
-        names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)} | names
-    for name in tensors:
+    names, extra = reader.params(), reader.manifest.extra or {}
+    for name, stored in reader.manifest.tensors.items():
         path = re.sub(r"^buffers\.(stage \d+\.)?", "", name)  # pipelines say whose they are
-        if path != name and path in (reader.manifest.extra or {}).get("buffers", ()):
+        if stored.whole and path != name and path in extra.get("buffers", ()):
             names[path] = name
-    values = {path: torch.empty(tensors[name].shape, dtype=tensors[name].dtype) for path, name in names.items()}
-    reader.fill({names[path]: [TensorShard.whole(names[path], value)] for path, value in values.items()})
-    whole = OrderedDict((path, _fp32(value)) for path, value in values.items())
-    tied: dict[str, str] = (reader.manifest.extra or {}).get("tied", {})
+    values = reader.whole(names.values())
+    whole = OrderedDict((path, _fp32(values[name])) for path, name in names.items())
+    tied: dict[str, str] = extra.get("tied", {})
     whole.update((name, whole[first]) for name, first in tied.items() if first in whole)
     return whole
 

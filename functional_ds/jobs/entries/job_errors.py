@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import attrs
@@ -42,20 +43,20 @@ class JobError(ValueError):
         return JobError(self.problem, entry=self.entry, value=self.value, file=file, line=line)
 
     def __reduce__(self) -> Any:
-        return _error, (self.problem, self.entry, None if self.value is _NOTHING else (self.value,), self.file, self.line)
+        return partial(JobError, entry=self.entry, value=self.value, file=self.file, line=self.line), (self.problem,)
 
 
 @contextmanager
-def within(entry: str) -> Iterator[None]:
-    """A context in which errors of a job get this entry's path."""
+def within(entry: str, *, value: Any = _NOTHING) -> Iterator[None]:
+    """A context in which errors of a job get this entry's path; with its value, errors of other values become such errors."""
     try:
         yield
     except JobError as error:
         raise error.within(entry) from error.__cause__
-
-
-def _error(problem: str, entry: str, value: tuple[Any] | None, file: str | None, line: int | None) -> JobError:
-    return JobError(problem, entry=entry, value=_NOTHING if value is None else value[0], file=file, line=line)
+    except (TypeError, ValueError) as error:
+        if value is _NOTHING:
+            raise
+        raise JobError(str(error), entry=entry, value=value) from error
 
 
 def joined(*parts: str) -> str:

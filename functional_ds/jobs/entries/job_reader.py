@@ -152,16 +152,12 @@ def _place(record: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     return joined(*map(str, loc[:1] if several else loc))
 
 
-def changed(data: dict[str, Any], path: str, value: Any) -> None:
-    """Sets the entry at a path, such as "data.context" or "strategy.zero.stage"; None removes it.
+def changed(table: dict[str, Any], path: str, value: Any, *, above: str = "") -> None:
+    """Sets the entry at a path, such as "data.context" or "strategy.zero.stage"; None removes it. The table is at ``above``.
 
     Raises:
         JobError: the path leads into an entry that is not a table, or to a call that the job does not have.
     """
-    _set(data, path, value, "")
-
-
-def _set(table: dict[str, Any], path: str, value: Any, above: str) -> None:
     name = first_key(table, path) or path.partition(".")[0]
     rest = path[len(name) + 1 :]
     here = joined(above, name)
@@ -171,7 +167,7 @@ def _set(table: dict[str, Any], path: str, value: Any, above: str) -> None:
         else:
             table[name] = plain(value)
     elif isinstance(table.get(name, {}), dict):
-        _set(table.setdefault(name, {}), rest, value, here)
+        changed(table.setdefault(name, {}), rest, value, above=here)
     elif isinstance(table[name], list):
         _set_call(table[name], rest, value, here)
     else:
@@ -188,4 +184,4 @@ def _set_call(listed: list[Any], path: str, value: Any, above: str) -> None:
     if path == key and value is None:
         del listed[index]
     else:
-        _set(listed[index], path, value, above)
+        changed(listed[index], path, value, above=above)

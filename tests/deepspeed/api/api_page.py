@@ -24,7 +24,7 @@ def tables() -> str:
     for path in HERE:
         module = module_at(path)
         if path and module is not None:
-            names = ", ".join(f"`{name}`" for name in module.module.__all__)
+            names = ", ".join(f"`{name}`" for name in module.__all__)
             rows.append(f"| `deepspeed.{path}` | {names} |")
     rows += ["", "### Unsupported", "", "| name | why, and what to use instead |", "|---|---|"]
     rows += _by_reason(REFUSED)

@@ -55,7 +55,7 @@ def here(path: str) -> bool:
         return True
     parent, _, name = path.rpartition(".")
     module = module_at(parent)
-    return module is not None and hasattr(module.module, name)
+    return module is not None and hasattr(module, name)
 
 
 def theirs(path: str) -> Any:
@@ -94,7 +94,7 @@ def test_names_of_our_modules_are_deepspeeds() -> None:
     for path in filter(None, HERE):
         module, other = module_at(path), theirs(path)
         assert module is not None, path
-        assert {name for name in module.module.__all__ if not hasattr(other, name)} == OURS.get(path, set()), path
+        assert {name for name in module.__all__ if not hasattr(other, name)} == OURS.get(path, set()), path
 
 
 def test_other_paths_and_refused_names_are_deepspeeds() -> None:
@@ -131,7 +131,7 @@ def test_every_module_and_name_of_deepspeeds_is_here_or_has_a_reason() -> None:
         names = [] if path == "version" else _defined(named)
         held = module_at(path)
         assert held is not None
-        lacking = [name for name in names if not hasattr(held.module, name)]
+        lacking = [name for name in names if not hasattr(held, name)]
         assert [name for name in lacking if not answered(f"{path}.{name}".lstrip("."))] == [], path
 
 
@@ -140,7 +140,7 @@ def test_constants_are_deepspeeds() -> None:
         ours, other = module_at(path), theirs(path)
         assert ours is not None
         named = [name for name in _defined(path) if name.isupper() and isinstance(getattr(other, name), str)]
-        same = {name: getattr(ours.module, name) for name in named if hasattr(ours.module, name)}
+        same = {name: getattr(ours, name) for name in named if hasattr(ours, name)}
         assert {name: getattr(other, name) for name in same} == same, path
         assert len(same) > 4, path
 
@@ -161,8 +161,8 @@ def test_arguments_are_deepspeeds() -> None:
     for path in filter(None, HERE):
         module, other = module_at(path), theirs(path)
         assert module is not None
-        for name in set(module.module.__all__) - OURS.get(path, set()):
-            ours = getattr(module.module, name)
+        for name in set(module.__all__) - OURS.get(path, set()):
+            ours = getattr(module, name)
             if isinstance(ours, ModuleType) or not callable(ours) or name == "ReduceOp":
                 continue
             mine, expected = _parameters(ours), _parameters(getattr(other, name))

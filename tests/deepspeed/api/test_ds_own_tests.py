@@ -256,6 +256,6 @@ def test_what_a_row_says_is_refused_is_refused(row: OwnTests) -> None:
         else:
             parent, _, last = name.rpartition(".")
             held = module_at(parent)
-            assert held is None or not hasattr(held.module, last), name
+            assert held is None or not hasattr(held, last), name
             why = why_missing(name)
             assert why in {*REFUSED.values(), *REST.values()} or why.startswith("did you mean"), name

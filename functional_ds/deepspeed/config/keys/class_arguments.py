@@ -4,8 +4,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["REQUIRED", "bound", "sign"]
-
 REQUIRED: Any = inspect.Parameter.empty  # an argument without a default
 
 

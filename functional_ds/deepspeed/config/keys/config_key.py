@@ -1,14 +1,12 @@
 """One key of DeepSpeed's config as a record, and how its value is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any, Literal
 
 import attrs
-
-__all__ = ["ConfigKey", "Fate", "Kind"]
 
 Kind = Literal["int", "float", "number", "bool", "str", "list", "dict", "betas", "rate", "any"]
 
@@ -143,10 +141,13 @@ def _bool(value: Any) -> bool:
     raise ValueError(f"{value!r} is neither true nor false")
 
 
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a string")
-    return value
+def _passing(kind: type, words: str) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError(f"{value!r} is not {words}")
+        return value
+
+    return parse
 
 
 def _list(value: Any) -> list[Any]:
@@ -155,12 +156,6 @@ def _list(value: Any) -> list[Any]:
     if not isinstance(value, Sequence):
         raise ValueError(f"{value!r} is not a list")
     return list(value)
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is not a block of keys")
-    return value
 
 
 def _betas(value: Any) -> tuple[float, float]:
@@ -182,9 +177,9 @@ _PARSERS: dict[Kind, Any] = {
     "float": _float,
     "number": _number,
     "bool": _bool,
-    "str": _str,
+    "str": _passing(str, "a string"),
     "list": _list,
-    "dict": _dict,
+    "dict": _passing(dict, "a block of keys"),
     "betas": _betas,
     "rate": _rate,
     "any": lambda value: value,

@@ -7,21 +7,6 @@ from typing import Any
 
 from .config_key import ConfigKey, Fate
 
-__all__ = [
-    "BLOCKS",
-    "DEAD",
-    "KEYS",
-    "NOT_HERE",
-    "OPTIMIZERS",
-    "QUESTIONS",
-    "SECTIONS",
-    "argument_key",
-    "key_of",
-    "nearest",
-    "optimizer_keys",
-    "schedule_rows",
-]
-
 _TABLE = tomllib.loads(files(__package__).joinpath("keys.toml").read_text(encoding="utf-8"))
 _TUPLES = ("aliases", "choices", "harmless")
 

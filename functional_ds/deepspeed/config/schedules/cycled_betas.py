@@ -11,9 +11,6 @@ from torch import Tensor
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
 from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate
-from functional_ds.sharding.leaf_map import LeafMap
-
-__all__ = ["BetaCycle", "CycledState", "cycled"]
 
 Betas = tuple[float, float]
 Built = Optimizer | PerParameter
@@ -67,19 +64,26 @@ def cycled(build: Callable[[Betas], Built], betas: Callable[[int], Betas]) -> Bu
         build: from betas to an optimizer; its state has one structure for all betas.
         betas: from the number of updates so far.
     """
-    of = lru_cache(maxsize=8)(build)
-    first = of(betas(0))
+    first = build(betas(0))
+    return of_pairs(first, lambda pair_of: _cycled(lambda held: pair_of(build(held)), betas), f"cycled({first.name})")
+
+
+def of_pairs(first: Built, wrap: Callable[[Callable[[Any], Optimizer]], Optimizer], name: str) -> Built:
+    """A rule of pairs of functions that change between updates.
+
+    Args:
+        first: a rule like those to come.
+        wrap: from a function that gives a rule's pair to the pair that takes its place. A rule of ``PerParameter`` has one for
+            each map of leaves.
+        name: of the rule, if it is of ``PerParameter``.
+    """
     if isinstance(first, Optimizer):
-        return _cycled(of, betas)  # type: ignore[arg-type]
-
-    def make(leaf_map: LeafMap) -> Optimizer:
-        made = lru_cache(maxsize=8)(lambda pair: of(pair).make(leaf_map))  # type: ignore[union-attr]
-        return _cycled(made, betas)
-
-    return PerParameter(make, f"cycled({first.name})")
+        return wrap(lambda rule: rule)
+    return PerParameter(lambda leaf_map: wrap(lambda rule: rule.make(leaf_map)), name)
 
 
 def _cycled(of: Callable[[Betas], Optimizer], betas: Callable[[int], Betas]) -> Optimizer:
+    of = lru_cache(maxsize=8)(of)
     first = of(betas(0))
 
     def init(params: list[Tensor]) -> CycledState:

@@ -13,8 +13,6 @@ from functional_ds.deepspeed.config.keys.class_arguments import REQUIRED
 from .cycled_betas import BetaCycle
 from .lr_scheduler import LRScheduler, Rates, columns_of, groups_of
 
-__all__ = ["SCHEDULERS", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "beta_cycle"]
-
 _logger = logging.getLogger("DeepSpeed")
 
 

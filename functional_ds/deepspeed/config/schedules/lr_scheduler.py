@@ -16,8 +16,6 @@ from functional_ds.deepspeed.config.keys.class_arguments import REQUIRED, bound,
 from functional_ds.deepspeed.config.keys.config_key import ConfigKey
 from functional_ds.deepspeed.config.keys.config_table import argument_key, schedule_rows
 
-__all__ = ["LRScheduler", "RateSchedule", "Rates", "columns_of", "groups_of"]
-
 Rates = Callable[[Tensor], Tensor]  # from k, fp64, to the rate of update k
 
 

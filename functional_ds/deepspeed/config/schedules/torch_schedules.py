@@ -7,8 +7,6 @@ from torch import Tensor
 
 from functional_ds.deepspeed.config.keys.config_table import NOT_HERE
 
-__all__ = ["TorchRates", "why_not"]
-
 
 def why_not(name: str, params: dict[str, Any]) -> str | None:
     """Why a scheduler is unsupported, or None."""

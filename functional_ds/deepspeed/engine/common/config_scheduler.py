@@ -12,8 +12,6 @@ from functional_ds.deepspeed.config.schedules.lr_scheduler import RateSchedule
 
 from .optimizer_groups import LiveGroup
 
-__all__ = ["ConfigScheduler", "cycled_on_host", "named_scheduler"]
-
 
 @attrs.define(eq=False)
 class ConfigScheduler:
@@ -92,9 +90,7 @@ class ConfigScheduler:
         self._settle()
         return [rates.rate(self._updates + self._moved) for rates in self._own]
 
-    def get_last_lr(self) -> list[float]:
-        """The same."""
-        return self.get_lr()
+    get_last_lr = get_lr
 
     def step(self, *_: Any, **__: Any) -> None:
         """Advances by one more than the updates do; the engine needs no such call."""

@@ -11,8 +11,6 @@ from functional_ds.step.phase_signatures import Metrics
 
 from .config_scheduler import ConfigScheduler
 
-__all__ = ["CountedEngine", "EngineCounts"]
-
 
 @attrs.define(eq=False)
 class EngineCounts:

@@ -27,8 +27,6 @@ from functional_ds.step.state.state import State
 
 from .config_scheduler import ConfigScheduler
 
-__all__ = ["EngineFiles", "write_weights"]
-
 _STATE = "state"  # the tag within a tag's folder
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "updates", "micro_steps")
 

@@ -1,6 +1,7 @@
 """Param groups whose numbers may be changed between updates, as pure optimizers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,11 +13,9 @@ from functional_ds.base.weighted import Weighted
 from functional_ds.deepspeed.config.ds_optimizers import OptimizerRule, rule_of
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.explain import UsageError
+from functional_ds.deepspeed.config.schedules.cycled_betas import of_pairs
 from functional_ds.optim.optimizer import Optimizer, PerParameter, Rate
 from functional_ds.optim.param_groups import param_groups
-from functional_ds.sharding.leaf_map import LeafMap
-
-__all__ = ["LiveGroup", "as_groups", "groups_of_config", "groups_of_optimizer", "live_optimizer"]
 
 Rule = Optimizer | PerParameter
 Numbers = dict[str, Any]
@@ -86,20 +85,12 @@ def _in(paths: frozenset[str]) -> Callable[[str], bool]:
 
 def _live(group: LiveGroup) -> Rule:
     first = group.rule()
-    if isinstance(first, Optimizer):
-        return _asks(group, first, lambda rule: rule)
-
-    def make(leaf_map: LeafMap) -> Optimizer:
-        def pair_of(rule: Any) -> Optimizer:
-            return rule.make(leaf_map)  # type: ignore[no-any-return]
-
-        return _asks(group, pair_of(group.rule()), pair_of)
-
-    return PerParameter(make, first.name)
+    return of_pairs(first, partial(_asks, group), first.name)
 
 
-def _asks(group: LiveGroup, first: Optimizer, pair_of: Callable[[Any], Optimizer]) -> Optimizer:
-    known: tuple[Any, Optimizer] = (group.rule(), first)
+def _asks(group: LiveGroup, pair_of: Callable[[Any], Optimizer]) -> Optimizer:
+    first = group.rule()
+    known: tuple[Any, Optimizer] = (first, pair_of(first))
 
     def update(params: list[Tensor], grads: Weighted, state: Any, rate: Rate) -> tuple[list[Tensor], Any]:
         nonlocal known
@@ -108,7 +99,7 @@ def _asks(group: LiveGroup, first: Optimizer, pair_of: Callable[[Any], Optimizer
             known = (rule, pair_of(rule))
         return known[1].update(params, grads, state, rate if factor is None else factor)
 
-    return attrs.evolve(first, update=update)
+    return attrs.evolve(known[1], update=update)
 
 
 # -- groups of a config's optimizer --------------------------------------------------------------------------------------

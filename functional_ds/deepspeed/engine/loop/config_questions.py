@@ -11,8 +11,6 @@ from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 from functional_ds.deepspeed.config.ds_transforms import word_of
 from functional_ds.deepspeed.config.keys.config_table import QUESTIONS
 
-__all__ = ["ConfigQuestions"]
-
 _DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 _STAGE, _STATES, _PARAMS = (f"zero_optimization.{key}" for key in ("stage", "offload_optimizer.device", "offload_param.device"))
 

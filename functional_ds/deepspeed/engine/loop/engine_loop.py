@@ -24,8 +24,6 @@ from functional_ds.step.step import Step, Transform
 
 from .live_module import LiveModule
 
-__all__ = ["EngineLoop", "LossShare", "grad_norm_of"]
-
 _HERE = threading.local()  # whether an engine of this thread runs a backward pass
 
 

@@ -16,16 +16,6 @@ from .engine_loop import EngineLoop
 from .leaf_values import PARAMS, gathered, written
 from .zero_init import ZeroParamStatus, broadcast_deferred, mark_sharded
 
-__all__ = [
-    "GatheredParameters",
-    "ZeroParamStatus",
-    "fill_again",
-    "own_parameters",
-    "owner_of",
-    "register_external_parameter",
-    "writing",
-]
-
 _OWNER = "_fds_owner"
 
 
@@ -69,8 +59,15 @@ def fill_again(module: nn.Module) -> None:
     """Gives parameters that an engine of stage 3 has emptied their values, for another engine. Collective."""
     for parameter in module.parameters():
         if hasattr(parameter, _OWNER) and getattr(parameter, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE:
-            loop, path = owner_of(parameter, "initialize")
-            parameter.data = gathered(loop.state, ("params",), path).to(parameter.dtype)
+            _fill(parameter, "initialize")
+
+
+def _fill(parameter: Any, what: str) -> tuple[EngineLoop, str]:
+    """Gives a parameter its whole values; its engine's loop and its path."""
+    loop, path = owner_of(parameter, what)
+    parameter.data = gathered(loop.state, ("params",), path).to(parameter.dtype)
+    parameter.ds_status = ZeroParamStatus.AVAILABLE
+    return loop, path
 
 
 @contextmanager
@@ -101,23 +98,18 @@ def GatheredParameters(
     given = [*given] if enabled else []
     held: list[Any] = [p for p in given if hasattr(p, "ds_id") and hasattr(p, _OWNER)]
     held = [p for p in dict.fromkeys(held) if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-    for parameter in held:
-        loop, path = owner_of(parameter, "GatheredParameters")
-        parameter.data = gathered(loop.state, ("params",), path).to(parameter.dtype)
-        parameter.ds_status = ZeroParamStatus.AVAILABLE
+    filled = [(p, *_fill(p, "GatheredParameters")) for p in held]
     try:
         yield
         if modifier_rank is not None:
-            for parameter in held:
-                loop, path = owner_of(parameter, "GatheredParameters")
+            for parameter, loop, path in filled:
                 with writing(loop):
                     written(loop.state, PARAMS, path, comm.broadcast(parameter.detach(), modifier_rank))
             for parameter in given:
                 if isinstance(parameter, FakeTensor):
                     broadcast_deferred(parameter, modifier_rank)
     finally:
-        for parameter in held:
-            loop, _ = owner_of(parameter, "GatheredParameters")
+        for parameter, loop, _ in filled:
             loop.live.clear(parameter)
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 

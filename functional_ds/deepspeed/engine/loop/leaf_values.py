@@ -10,8 +10,6 @@ from functional_ds.base import tree
 from functional_ds.state_dict.describe import TensorShard, as_tensors, describe
 from functional_ds.step.state.state import State
 
-__all__ = ["PARAMS", "gathered", "has_role", "own_shards", "refuse_disk", "written"]
-
 PARAMS = ("masters", "params")
 """The roles in which a state may have a leaf, the most exact first."""
 
@@ -43,7 +41,7 @@ def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
     Raises:
         KeyError: no rank has it, in any role.
 
-    Cost: an all-gather of the size of the largest rank's part.
+    Cost: an all-gather of the ranks' parts.
     """
     by_role = own_shards(state, roles, leaf)
     mine = {
@@ -56,18 +54,12 @@ def gathered(state: State, roles: Sequence[str], leaf: str) -> Tensor:
         raise KeyError(f"no rank has {leaf!r} as {' or '.join(roles)}")
     shape, dtype = next(theirs[role][0][2:] for theirs in everyones if theirs[role])
     device = state.step.device
-    most = max(sum(numel for _, numel, *_ in theirs[role]) for theirs in everyones)
-    flat = torch.zeros(most, dtype=dtype, device=device)
-    if by_role[role]:
-        values = torch.cat([shard.view.reshape(-1) for shard in by_role[role]]).to(device)
-        flat[: values.numel()] = values
-    rows = comm.all_gather(flat, tiled=False)
+    none = torch.empty(0, dtype=dtype, device=device)
+    parts = comm.all_gather(torch.cat([none, *(shard.view.reshape(-1).to(device) for shard in by_role[role])]), uneven=True)
+    ranges = [(offset, numel) for theirs in everyones for offset, numel, *_ in theirs[role]]
     whole = torch.empty(shape.numel(), dtype=dtype, device=device)
-    for row, theirs in zip(rows, everyones, strict=True):
-        place = 0
-        for offset, numel, *_ in theirs[role]:
-            whole[offset : offset + numel] = row[place : place + numel]
-            place += numel
+    for (offset, numel), part in zip(ranges, parts.split([numel for _, numel in ranges]), strict=True):
+        whole[offset : offset + numel] = part
     return whole.view(shape)
 
 

@@ -18,8 +18,6 @@ from functional_ds.step.step import Step
 
 from .zero_init import ZeroParamStatus
 
-__all__ = ["LiveModule", "take_over"]
-
 
 @attrs.frozen(eq=False)
 class _LiveParameters:

@@ -10,8 +10,6 @@ import attrs
 from functional_ds import comm
 from functional_ds.deepspeed.config.ds_plan import ConfigPlan
 
-__all__ = ["MONITORS", "CsvFiles", "Monitors"]
-
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 _COMET = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from functional_ds.state_dict.errors import CheckpointError, DamagedError
 
-__all__ = ["decoded", "encoded", "pickled_paths"]
-
 _KIND = "__kind__"  # marks values that JSON cannot represent
 _SIMPLE = (str, int, float, bool, type(None))
 

@@ -16,18 +16,6 @@ from functional_ds.step.state.state import State
 
 from .plain_values import decoded, encoded, pickled_paths
 
-__all__ = [
-    "LOOSE",
-    "check_resumable",
-    "latest_on_ranks",
-    "loaded_values",
-    "module_roles",
-    "numbers_of",
-    "saved_buffers",
-    "saved_values",
-    "tied_names",
-]
-
 LOOSE = ("params/*", f"{Role.BUFFER.value}.*")  # what may be missing or extra if names need not be the same
 
 

@@ -20,8 +20,6 @@ from functional_ds.modules.deferred_init import Deferral
 from functional_ds.modules.functional import Apply
 from functional_ds.modules.init_recorder import Place
 
-__all__ = ["Init", "ZeroParamStatus", "broadcast_deferred", "deferral_of", "mark_sharded", "suspended", "taken"]
-
 _IDS = itertools.count()
 _OPEN: ContextVar["Init | None"] = ContextVar("zero_init", default=None)  # this thread's block
 
