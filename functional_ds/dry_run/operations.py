@@ -27,20 +27,9 @@ _UPDATES = ("_fused_adam", "_fused_sgd", "_fused_adagrad")  # the optimizers' ke
 _PICKS = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "take"}  # read a part of their argument
 _COPIES = _PICKS | {
     *("copy", "clone", "_to_copy", "_foreach_copy", "_copy_from", "cat", "stack", "repeat", "roll", "constant_pad_nd"),
-    *(
-        "fill",
-        "zero",
-        "zeros",
-        "zeros_like",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "new_full",
-        "_foreach_zero",
-    ),
+    *("fill", "zero", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "new_full"),
     *("slice_backward", "select_backward", "split_with_sizes_copy", "scalar_tensor", "index_put", "_index_put_impl"),
+    "_foreach_zero",
 }
 _FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # no byte is touched
 

@@ -124,18 +124,11 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
         if first:
             _check_positions(name, given, axis)
             _check_padding(name, mask.padding, axis)
-        o = way(axis)(query, key, value, scale=scaling, **_arguments(mask, axis))
+        window = mask.window if mask.window is not None and mask.window < axis.length else None
+        o = way(axis)(query, key, value, scale=scaling, causal=mask.causal, window=window)  # the step has the documents
         return o.transpose(1, 2), None
 
     return forward
-
-
-def _arguments(mask: SequenceMask, axis: SequenceAxis) -> dict[str, Any]:
-    """The arguments of attention over the step's ranks, except the documents, which the step has."""
-    arguments: dict[str, Any] = {"causal": mask.causal}
-    if mask.window is not None and mask.window < axis.length:
-        arguments["window"] = mask.window
-    return arguments
 
 
 def _check_positions(name: str, given: Tensor | None, axis: SequenceAxis) -> None:

@@ -1,6 +1,5 @@
 """Runs a module's layers on slices, in the library's copy of the module, with collectives around each."""
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base.torch_private import parameters_of
-from functional_ds.remat.entered import current_region
+from functional_ds.remat.entered import current_region, owner_of
 from functional_ds.step.axes import SUMS_EXPERTS
 from functional_ds.step.pass_scope import Pass, current_pass
 
@@ -155,7 +154,11 @@ class TensorCalls:
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a module."""
-        module = _owner_of(forward)
+        module = owner_of(forward)
+        if module is None:
+            raise TypeError(
+                f"tensor_parallel: a module's forward is {forward!r}, not a method of it, so its params cannot be slices"
+            )
         way, group = self._ways[module], self.group
         if way.name == "tied":
             way = attrs.evolve(way, word=_tied(module))
@@ -297,18 +300,6 @@ def _tied(module: nn.Module) -> Word:
         by_outputs, by_inputs = weight.shape[0] != module.out_features, weight.shape[1] != module.in_features
         return WORDS["colwise_gather_output"] if by_outputs else WORDS["rowwise_split_input"] if by_inputs else WHOLE
     return WHOLE
-
-
-def _owner_of(forward: Callable[..., Any]) -> nn.Module:
-    method: Any = forward
-    while isinstance(method, functools.partial):
-        method = method.args[-1]
-    owner = getattr(method, "__self__", None)
-    if not isinstance(owner, nn.Module):
-        raise TypeError(
-            f"tensor_parallel: a module's forward is {method!r}, not a method of it, so its params cannot be slices"
-        )
-    return owner
 
 
 def _own(module: nn.Module) -> Tensor:
