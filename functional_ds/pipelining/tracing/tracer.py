@@ -37,7 +37,6 @@ from .program import (
     Program,
     Template,
     TensorSource,
-    TorchModes,
     make_template,
     opaque_holder,
     tensors_in,
@@ -208,38 +207,19 @@ class ForwardTracer:
             results = {id(t): (place, t) for place, t in tensors_in(result) if self.table.number(t) is None}
             writes = self.table.in_storages(self.operators.written)
             if results or writes:
-                self._append(target, args, kwargs, list(results.values()), writes, modes)
+                template, reads = self._arguments(target, args, kwargs)
+                pure = self.operators.pure and not (self.operators.written & self.lasting)
+                if self.constants:
+                    self._refuse_not_constant(pure, reads, [*(t for _, t in results.values()), *map(self._tensor, writes)])
+                self._refuse_written_constants(writes)
+                made = tuple((self.table.add(tensor), place) for place, tensor in results.values())
+                checkpointed = under_checkpoint(_name(target))
+                self.instructions.append(
+                    Instruction(target, template, made, reads, writes, pure, modes, checkpointed, call_site())
+                )
             for number in {*arguments, *writes}:
                 self.table.requires_grad[number] = self.table.tensors[number].requires_grad
         return result
-
-    def _append(
-        self,
-        target: Any,
-        args: Any,
-        kwargs: Any,
-        results: Sequence[tuple[int, Tensor]],
-        writes: frozenset[int],
-        modes: TorchModes,
-    ) -> None:
-        template, reads = self._arguments(target, args, kwargs)
-        pure = self.operators.pure and not (self.operators.written & self.lasting)
-        if self.constants:
-            self._refuse_not_constant(pure, reads, [*(tensor for _, tensor in results), *map(self._tensor, writes)])
-        self._refuse_written_constants(writes)
-        self.instructions.append(
-            Instruction(
-                target=target,
-                args=template,
-                results=tuple((self.table.add(tensor), place) for place, tensor in results),
-                reads=reads,
-                writes=writes,
-                pure=pure,
-                modes=modes,
-                checkpointed=under_checkpoint(_name(target)),
-                site=call_site(),
-            )
-        )
 
     def _arguments(self, target: Any, args: Any, kwargs: Any) -> tuple[Template, frozenset[int]]:
         """The arguments with numbers for tensors, and these numbers. A tensor whose values were not read gets a stand-in."""
