@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.base.tree import summary
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Variance
 
@@ -46,8 +47,7 @@ class Claim:
         return (self.variance.dual if self.gradient else self.variance).equal
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in self.leaves)
-        return f"comm.{self.variance.value} of [{shapes}] at {self.site}"
+        return f"comm.{self.variance.value} of [{', '.join(map(summary, self.leaves))}] at {self.site}"
 
     def agreement(self) -> tuple[object, ...]:
         """The properties that must be equal on all ranks."""
@@ -158,8 +158,7 @@ def _unequal(claims: Sequence[Claim], member: int, place: int, unequal: Tensor) 
 
 
 def _value(claim: Claim, place: int) -> str:
-    leaf, name = claim.leaves[place], claim.names[place]
-    described = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    described, name = summary(claim.leaves[place]), claim.names[place]
     return f"{name!r} ({described})" if name else described
 
 

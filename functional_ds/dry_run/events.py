@@ -97,12 +97,7 @@ class Events(list[Event]):
         for event in self:
             if isinstance(event, Row):
                 fresh = attrs.evolve(event, calls=0, elements=0, bytes=0, sent_to={})
-                row = rows.setdefault((event.collective, event.group, event.ranks), fresh)
-                row.calls += event.calls
-                row.elements += event.elements
-                row.bytes += event.bytes
-                for peer, size in event.sent_to.items():
-                    row.sent_to[peer] = row.sent_to.get(peer, 0) + size
+                rows.setdefault((event.collective, event.group, event.ranks), fresh).add(event)
         return list(rows.values())
 
 
