@@ -150,18 +150,12 @@ def _grouped(a: Tensor, b: Tensor, *rest: Tensor) -> int:
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == b.dim() == 3 else 1)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
 _MORE: Mapping[str, Callable[..., int]] = {
     GROUPED_PRODUCT.overloadpacket.__name__: _grouped,
-    CPU_ATTENTION.overloadpacket.__name__: _attention,
-    CPU_ATTENTION_BACKWARD.overloadpacket.__name__: _attention_backward,
+    CPU_ATTENTION.overloadpacket.__name__: lambda q, k, v, *rest: int(sdpa_flop_count(q.shape, k.shape, v.shape)),
+    CPU_ATTENTION_BACKWARD.overloadpacket.__name__: lambda grad, q, k, v, *rest: int(
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
     "mv": lambda matrix, vector: 2 * matrix.numel(),
     "addmv": lambda given, matrix, vector: 2 * matrix.numel(),
     "dot": lambda a, b: 2 * a.numel(),

@@ -165,7 +165,8 @@ class Queries:
     def _parts(self, keys: Keys) -> "Iterator[tuple[BlockProduct, slice, slice, Tensor | None]]":
         if self.q.numel() == 0 or keys.k.numel() == 0:
             return
-        at = functools.cache(lambda runs: _positions(runs, self.q.device))
+        device = self.q.device
+        at = functools.cache(lambda runs: torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in runs]))
         formula = takes(self.q, keys.v, self.mask.documents is not None) == "formula"
         for product in self.mask.products(self.runs, keys.runs):
             masked = product.kind == "masked" or self.mask.documents is not None
@@ -175,10 +176,6 @@ class Queries:
                     yield part, rows, cols, self.mask.allowed(at(self.runs)[rows], at(keys.runs)[cols])
                 else:
                     yield part, rows, cols, None
-
-
-def _positions(runs: _Runs, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in runs])
 
 
 def empty_to_infinite(lse: Tensor) -> Tensor:
