@@ -91,8 +91,8 @@ def ulysses(
         else:
             # without elements, and part of the graph: the backward pass is collective
             o = torch.cat([q, v], dim=-1)[..., : v.shape[3]]
-        (o,) = _Exchanged.apply(HeadExchange(ranks, runs, (shares.queries,)), False, o)
-        return o
+        result: tuple[Tensor] = _Exchanged.apply(HeadExchange(ranks, runs, (shares.queries,)), False, o)
+        return result[0]
 
     return attend
 
