@@ -9,7 +9,7 @@ from torch import nn
 
 from functional_ds import comm
 from functional_ds.remat.block_paths import check_blocks, check_pattern, find_blocks, no_such_block
-from functional_ds.remat.entered import called
+from functional_ds.remat.entered import called, owner_of
 from functional_ds.remat.policy import Keep, RematPolicy
 from functional_ds.remat.region import run
 from functional_ds.remat.remat import check_group, check_names
@@ -17,7 +17,7 @@ from functional_ds.remat.report import open_report
 from functional_ds.remat.saved_tensors import TensorStore
 from functional_ds.step.compose import wrap
 from functional_ds.step.over_ranks.mesh_axes import AxisRole
-from functional_ds.step.pass_scope import Pass, current_pass
+from functional_ds.step.pass_scope import current_pass
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step, Transform
 
@@ -65,14 +65,19 @@ def remat(blocks: str | None = None, *, policy: str | RematPolicy = "recompute",
 
 @attrs.define(eq=False)
 class _Remat:
+    """The phases that remat wraps; as ``Pass.calls``, it runs the chosen submodules of a module under the policy.
+
+    Attributes:
+        paths: of all modules that were seen, and whether each was chosen.
+        names: that ``checkpoint_name`` gave in the blocks that ran; None before the first block.
+    """
+
     blocks: str | None
     policy: RematPolicy
     group: comm.Group | None
-    _calls: "_Calls" = attrs.field(init=False)
+    paths: dict[str, bool] = attrs.field(factory=dict)
+    names: set[str] | None = None
     _looked: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        self._calls = _Calls(self.blocks, self.policy, self.group)
 
     def prepare(self, inner: Any, step: Step, params: Any) -> Any:
         """Raises an error for a pattern that matches no module with params."""
@@ -89,43 +94,19 @@ class _Remat:
         store.log.compares_values |= not self._looked
         self._looked = True
         if open_report() is not None:
-            function = self._part(function, "elsewhere", RematPolicy(Keep.SAVE), _ignore)
-        output = self._run(inner, step, state, function, batch, pass_)
-        store.compare()  # on every rank, also where nothing was partitioned
-        return output
-
-    def _run(self, inner: Any, step: Step, state: State, function: Callable[[Any], Any], batch: Any, pass_: Pass) -> Any:
+            function = self._part(function, "elsewhere", RematPolicy(Keep.SAVE), lambda names: None)
         if self.blocks == "":
-            check = functools.partial(check_names, self.policy)
-            return inner(step, state, self._part(function, "loss", self.policy, check), batch)
-        # Transforms that are composed later run outside of this one.
-        with pass_.run_by(self._calls):
-            output = inner(step, state, function, batch)
-        self._calls.check(whole=not step.has(AxisRole.STAGES))
+            whole = self._part(function, "loss", self.policy, functools.partial(check_names, self.policy))
+            output = inner(step, state, whole, batch)
+        else:
+            with pass_.run_by(self):  # transforms that are composed later run outside of this one
+                output = inner(step, state, function, batch)
+            self.check(whole=not step.has(AxisRole.STAGES))
+        store.compare()  # on every rank, also where nothing was partitioned
         return output
 
     def _part(self, function: Callable[[Any], Any], part: str, policy: RematPolicy, seen: Any) -> Callable[[Any], Any]:
         return lambda batch: run(function, (batch,), {}, policy=policy, group=self.group, part=part, seen=seen)
-
-
-def _ignore(names: set[str]) -> None:
-    """Ignores the names: this part's policy has none."""
-
-
-@attrs.define(eq=False)
-class _Calls:
-    """Runs the chosen submodules of a module under the policy.
-
-    Attributes:
-        paths: of all modules that were seen, and whether each was chosen.
-        names: that ``checkpoint_name`` gave in the blocks that ran; None before the first block.
-    """
-
-    blocks: str | None
-    policy: RematPolicy
-    group: comm.Group | None
-    paths: dict[str, bool] = attrs.field(factory=dict)
-    names: set[str] | None = None
 
     def chosen(self, module: nn.Module) -> list[str]:
         """The paths of the submodules to run under the policy."""
@@ -137,7 +118,9 @@ class _Calls:
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a submodule."""
-        return run(_known(forward), args, kwargs, policy=self.policy, group=self.group, part=path, seen=self._seen)
+        owner = owner_of(forward)
+        call = forward if owner is None else called(owner, forward)
+        return run(call, args, kwargs, policy=self.policy, group=self.group, part=path, seen=self._seen)
 
     def check(self, *, whole: bool) -> None:
         """Raises an error for a policy without effect: it chose no module, or names no tensor. ``whole``: all modules ran."""
@@ -153,12 +136,3 @@ class _Calls:
 
     def _seen(self, names: set[str]) -> None:
         self.names = names if self.names is None else self.names | names
-
-
-def _known(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of the module that this forward belongs to, perhaps through other wrappers."""
-    unwrapped: Any = forward
-    while isinstance(unwrapped, functools.partial):
-        unwrapped = unwrapped.args[-1]
-    owner = getattr(unwrapped, "__self__", None)
-    return called(owner, forward) if isinstance(owner, nn.Module) else forward

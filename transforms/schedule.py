@@ -73,10 +73,7 @@ def warmup_decay(steps: int, total: int, *, floor: float = 0.0, shape: Literal["
     >>> [round(warmup_decay(2, 6)(i).item(), 2) for i in range(8)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    check_floor(floor)
-    if not 0 <= steps <= total:
-        raise ValueError(f"steps={steps} must be in 0..total={total}")
-    up = warmup(steps, shape=shape)
+    up = _warmup_within(total, steps, floor, shape)
 
     def factor(u: Tensor) -> Tensor:
         down = ((total - u + 1) / max(total - steps, 1)).clamp(min=0)
@@ -150,6 +147,14 @@ def range_test(steps: int, *, rate: float = 1.0, staircase: bool = False) -> Fac
         return 1 + rate * (interval.floor() if staircase else interval)
 
     return _named(f"range_test({steps}, rate={rate}, staircase={staircase})", factor)
+
+
+def _warmup_within(total: int, steps: int, floor: float, shape: Literal["linear", "log"]) -> Factor:
+    """The warmup of a schedule of so many updates that falls to ``floor``."""
+    check_floor(floor)
+    if not 0 <= steps <= total:
+        raise ValueError(f"steps={steps} must be in 0..total={total}")
+    return warmup(steps, shape=shape)
 
 
 def check_floor(floor: float) -> None:
@@ -233,10 +238,7 @@ def warmup_cosine(steps: int, total: int, *, floor: float = 0.0, shape: Literal[
     >>> [round(fn(i).item(), 3) for i in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    check_floor(floor)
-    if not 0 <= steps <= total:
-        raise ValueError(f"steps={steps} must be in 0..total={total}")
-    up = warmup(steps, shape=shape)
+    up = _warmup_within(total, steps, floor, shape)
 
     def factor(count: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         done = torch.as_tensor(count).to(dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base.torch_private import disable_dispatch_modes, has_values
+from functional_ds.base.tree import summary
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.variance.declarations import raw_bytes
 
@@ -55,7 +56,7 @@ def alike(what: str, group: Group, **arguments: Any) -> Iterator[None]:
 def _text(value: Any) -> str:
     if not isinstance(value, Tensor):
         return described(value)
-    shown = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    shown = summary(value)
     if not has_values(value):
         return shown
     with torch.no_grad(), disable_dispatch_modes():

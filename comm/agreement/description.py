@@ -110,9 +110,6 @@ def _content(cell: types.CellType) -> Any:
 
 def _digest(code: types.CodeType) -> int:
     """A CRC-32 of a function's code, independent of its file's path."""
-    consts = [_digest(const) if isinstance(const, types.CodeType) else _constant(const) for const in code.co_consts]
+    ordered = [sorted(map(repr, const)) if isinstance(const, frozenset) else const for const in code.co_consts]
+    consts = [_digest(const) if isinstance(const, types.CodeType) else const for const in ordered]
     return zlib.crc32(repr((code.co_code, code.co_names, consts)).encode())
-
-
-def _constant(const: Any) -> Any:
-    return sorted(map(repr, const)) if isinstance(const, frozenset) else const

@@ -23,20 +23,11 @@ class StartedCall:
     site: str | None = None
 
 
-def results_in_graph(
-    started: Sequence[StartedCall],
-    group: Group,
-    carry_out: Callable[[Sequence[Transposed], Group], Sequence[Sequence[Tensor]]],
-) -> list[Tensor]:
-    """The concatenated results of calls, as outputs of one node; ``carry_out`` runs their transposes."""
-    leaves = (leaf for one in started for leaf in one.leaves)
-    results: list[Tensor]
-    *results, _ = _Differentiable.apply(started, group, carry_out, *leaves)
-    return results
+class CallsInGraph(torch.autograd.Function):
+    """A node of the autograd graph for calls that were started together; its backward pass is differentiable, too.
 
-
-class _Differentiable(torch.autograd.Function):
-    """A node of the autograd graph for calls that were started together; its backward pass is differentiable, too."""
+    Its outputs are the calls' results, one after another, and a token. ``carry_out`` runs the transposes.
+    """
 
     @staticmethod
     def forward(

@@ -21,7 +21,7 @@ from functional_ds.comm.table.collective import Call, CallContext, Handle
 from functional_ds.comm.table.errors import CommError
 from functional_ds.comm.worlds.current import recorder, world
 
-from .autograd_node import StartedCall, Transposed, is_differentiable, results_in_graph
+from .autograd_node import CallsInGraph, StartedCall, Transposed, is_differentiable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,7 +123,8 @@ def _finish(started: Sequence[StartedCall], group: Group) -> list[list[Tensor]]:
     smooth = [one for one in started if any(leaf.requires_grad for leaf in one.leaves)] if torch.is_grad_enabled() else []
     if not smooth:
         return [one.handle.wait() for one in started]
-    outputs = iter(results_in_graph(smooth, group, _carry_out_transposed))
+    leaves = (leaf for one in smooth for leaf in one.leaves)
+    outputs: Iterator[Tensor] = iter(CallsInGraph.apply(smooth, group, _carry_out_transposed, *leaves))
     return [[next(outputs) for _ in one.leaves] if one in smooth else one.handle.wait() for one in started]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from functional_ds.base.tree import NAMESPACE, summary
 from functional_ds.comm.simulation.simulate import simulate
 from functional_ds.comm.table.errors import DivergenceError
+from functional_ds.comm.variance.declarations import raw_bytes, values_at
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -97,10 +98,8 @@ def _difference(a: Any, b: Any) -> tuple[str, str, str] | None:
                 return where, summary(x), summary(y)
             unequal = (_bits(x, where) != _bits(y, where)).any(-1).nonzero().flatten()
             if len(unequal):
-                place = int(unequal[0])
-                index = list(map(int, torch.unravel_index(torch.tensor(place), x.shape)))
-                at = f"{where}, element {index} of {summary(x)}" if index else where
-                return at, *_shown(x.flatten()[place], y.flatten()[place])
+                index, *values = values_at(int(unequal[0]), x, y)
+                return (f"{where}, element {index} of {summary(x)}" if index else where), values[0], values[1]
         elif not _equal(x, y, where):
             return where, repr(x), repr(y)
     return None
@@ -110,20 +109,7 @@ def _bits(x: Tensor, where: str) -> Tensor:
     """The bytes of each element, [numel, itemsize]."""
     if x.layout != torch.strided:
         raise TypeError(f"result{where}: a tensor of layout {x.layout} cannot be compared; return it to_dense()")
-    plain = x.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return plain.view(-1, 1).view(torch.uint8)
-
-
-def _shown(x: Tensor, y: Tensor) -> tuple[str, str]:
-    """Two numbers as text, with their bytes if the text is the same, as for NaNs."""
-    one, other = str(x.item()), str(y.item())
-    if one != other:
-        return one, other
-    return f"{one} ({_hex(x)})", f"{other} ({_hex(y)})"
-
-
-def _hex(x: Tensor) -> str:
-    return bytes(_bits(x, "").flatten().tolist()).hex()
+    return raw_bytes(x)
 
 
 def _equal(x: Any, y: Any, where: str) -> bool:
@@ -131,7 +117,7 @@ def _equal(x: Any, y: Any, where: str) -> bool:
         return False
     if isinstance(x, float | complex):
         dtype = torch.float64 if isinstance(x, float) else torch.complex128
-        return torch.equal(*(_bits(torch.tensor(value, dtype=dtype), where) for value in (x, y)))
+        return torch.equal(*(raw_bytes(torch.tensor(value, dtype=dtype)) for value in (x, y)))
     advice = "return tensors, numbers, texts, or pytrees of them"
     equality: Any = type(x).__eq__
     if x is not y and equality is object.__eq__:

@@ -87,6 +87,14 @@ class Row:
         self.elements += elements
         self.bytes += size
 
+    def add(self, other: "Row", times: int = 1) -> None:
+        """Adds another row's calls, so many times."""
+        self.calls += other.calls * times
+        self.elements += other.elements * times
+        self.bytes += other.bytes * times
+        for rank, sent in other.sent_to.items():
+            self.sent_to[rank] = self.sent_to.get(rank, 0) + sent * times
+
     def time(self, event: "Event") -> None:
         """Adds a timed call's time, and the bytes of its values."""
         self.timed += 1
@@ -266,11 +274,8 @@ class Ledger:
         """Counts the calls since the snapshot ``times`` times."""
         new = [Row("", "", 0)] * (len(self.rows) - len(before))
         for row, old in zip(self.rows, [*before, *new], strict=True):
-            row.calls += (row.calls - old.calls) * (times - 1)
-            row.elements += (row.elements - old.elements) * (times - 1)
-            row.bytes += (row.bytes - old.bytes) * (times - 1)
-            for rank, sent in row.sent_to.items():
-                row.sent_to[rank] += (sent - old.sent_to.get(rank, 0)) * (times - 1)
+            row.add(row, times - 1)
+            row.add(old, 1 - times)
 
     def by_size(self) -> list[Row]:
         """The timed calls as a row for each collective, group and size of its values, in order of first use.

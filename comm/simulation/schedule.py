@@ -8,7 +8,7 @@ which ranks wait for which.
 import ctypes
 import random
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -30,33 +30,6 @@ class Awaited(Protocol):
 
     def awaited(self, rank: int) -> str:
         """Describes the call that the rank waits in, and the ranks that it waits for."""
-
-
-def deadlock(world_size: int, unfinished: Collection[int], waiting: Mapping[int, Awaited], lanes: Mapping[int, int]) -> str:
-    """Describes the state of every rank: finished, or the call that it waits in and the ranks that it waits for.
-
-    Args:
-        world_size: the number of ranks.
-        unfinished: the ranks that have not finished.
-        waiting: the call that each rank and lane waits for.
-        lanes: the rank of each lane.
-    """
-    lines = ["deadlock: no rank can proceed"]
-    for rank in range(world_size):
-        if rank not in unfinished:
-            lines.append(f"  rank {rank} has finished")
-        elif rank in waiting:
-            lines.append(f"  rank {rank} waits in {waiting[rank].awaited(rank)}")
-    for actor, rank in lanes.items():
-        if actor in waiting:
-            lines.append(f"  rank {rank}, beside its program, waits in {waiting[actor].awaited(rank)}")
-    return "\n".join(lines)
-
-
-def unmatched(calls: Iterable[tuple[Awaited, Iterable[int]]]) -> str:
-    """Describes calls that some ranks have started and others have not made."""
-    stories = [f"  rank {rank} started {call.awaited(rank)}" for call, ranks in calls for rank in ranks]
-    return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
 
 
 _PATIENCE = 1.0  # seconds for the ranks to end when the caller is interrupted
@@ -281,14 +254,25 @@ class Simulator:
             self.batons[actor].release()
             thread.join()
 
+    def unmatched(self) -> str:
+        """Describes calls that some ranks have started and others have not made."""
+        stories = [f"  rank {rank} started {call.awaited(rank)}" for call in self.slots.values() for rank in call.arrivals]
+        return "\n".join(["all ranks have finished, but some never came to what others started", *sorted(stories)])
+
     def deadlock(self) -> DeadlockError:
-        """The error that names the call in which each rank waits."""
-        lanes = {actor: rank for actor, (rank, _) in self.lanes.items()}
-        calls = {rank: slot for rank, slot in sorted(self.waiting.items()) if isinstance(slot, GroupCall)}
-        waiting_for = {
-            rank: (slot.arrivals[rank], set(slot.members) - set(slot.arrivals))
-            for rank, slot in calls.items()
-            if rank in slot.arrivals
-        }
-        waits = {rank: (f"{call} at {call.site}", tuple(sorted(missing))) for rank, (call, missing) in waiting_for.items()}
-        return DeadlockError(deadlock(self.world_size, self.unfinished, self.waiting, lanes), waits=waits)
+        """The error with the state of every rank: finished, or the call that it waits in and the ranks that it waits for."""
+        lines = ["deadlock: no rank can proceed"]
+        waits: dict[int, tuple[str, tuple[int, ...]]] = {}
+        for rank in range(self.world_size):
+            slot = self.waiting.get(rank)
+            if rank not in self.unfinished:
+                lines.append(f"  rank {rank} has finished")
+            elif slot is not None:
+                lines.append(f"  rank {rank} waits in {slot.awaited(rank)}")
+            if isinstance(slot, GroupCall) and rank in slot.arrivals:
+                call, missing = slot.arrivals[rank], set(slot.members) - set(slot.arrivals)
+                waits[rank] = f"{call} at {call.site}", tuple(sorted(missing))
+        for actor, (rank, _) in self.lanes.items():
+            if actor in self.waiting:
+                lines.append(f"  rank {rank}, beside its program, waits in {self.waiting[actor].awaited(rank)}")
+        return DeadlockError("\n".join(lines), waits=waits)

@@ -12,7 +12,7 @@ from functional_ds.comm.table.errors import UnmatchedError, of_rank
 from functional_ds.comm.worlds.current import enter, exclusive_simulation
 from functional_ds.comm.worlds.rng_state import kept_rng
 
-from .schedule import AbortedError, Simulator, unmatched
+from .schedule import AbortedError, Simulator
 from .simulator import SimulatedWorld
 
 T = TypeVar("T")
@@ -125,9 +125,8 @@ def simulate(
         if watches is not None:
             watches.check(simulator.failure)
         raise simulator.failure
-    begun = simulator.slots
-    if begun:
-        raise UnmatchedError(unmatched((call, call.arrivals) for call in begun.values()))
+    if simulator.slots:
+        raise UnmatchedError(simulator.unmatched())
     if watches is not None:
         watches.check(None)
     return cast(list[T], results)

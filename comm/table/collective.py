@@ -106,44 +106,12 @@ class CallContext:
         return self.options[option]
 
 
-def _everyone(options: Options, n: int) -> Sequence[int]:
-    return range(n)
-
-
-def _in_one_order(options: Options) -> Hashable:
-    return ()
-
-
 def _flat(leaf: Tensor, here: CallContext) -> Tensor:
     return leaf if leaf.dim() == 1 else leaf.reshape(-1)
 
 
 def _same_shape(piece: Tensor, leaf: Tensor, here: CallContext) -> Tensor:
     return piece if piece.dim() == leaf.dim() else piece.reshape(leaf.shape)
-
-
-def _own_shape(leaf: Tensor, here: CallContext) -> Sequence[int]:
-    return leaf.shape
-
-
-def _no_check(leaf: Tensor, here: CallContext) -> None:
-    return None
-
-
-def _always(here: CallContext) -> bool:
-    return True
-
-
-def _no_transpose(options: Options) -> "Call | None":
-    return None
-
-
-def _nothing_private(options: Options) -> None:
-    return None
-
-
-def _to_all_alike(here: CallContext) -> None:
-    return None
 
 
 @attrs.frozen
@@ -220,25 +188,25 @@ class Collective:
 
     name: str
     denotation: Callable[[Sequence[Tensor], Options], list[Tensor]]
-    adjoint: Callable[[Options], "Call | None"] = _no_transpose
+    adjoint: Callable[[Options], "Call | None"] = attrs.field(default=lambda options: None)
     volume: Callable[[Tensor, CallContext], int] = _silent
     result: Callable[[Sequence[int], CallContext], Sequence[int]] = _of_payload
     traffic: Traffic = _NO_TRAFFIC
     gloo: GlooPrimitive = _no_exchange
     nccl: NcclPrimitive = _no_exchange
     joins: bool = False
-    shares: Callable[[CallContext], Mapping[int, int] | None] = _to_all_alike
+    shares: Callable[[CallContext], Mapping[int, int] | None] = attrs.field(default=lambda here: None)
     by_node: bool = False
     pack: Callable[[Tensor, CallContext], Tensor] = _flat
     unpack: Callable[[Tensor, Tensor, CallContext], Tensor] = _same_shape
-    check: Callable[[Tensor, CallContext], None] = _no_check
-    shape: Callable[[Tensor, CallContext], Sequence[int | str]] = _own_shape
+    check: Callable[[Tensor, CallContext], None] = attrs.field(default=lambda leaf, here: None)
+    shape: Callable[[Tensor, CallContext], Sequence[int | str]] = attrs.field(default=lambda leaf, here: leaf.shape)
     alone: Callable[[Tensor, CallContext], Tensor] | None = None
-    members: Callable[[Options, int], Sequence[int]] = _everyone
-    order: Callable[[Options], Hashable] = _in_one_order
-    reads: Callable[[CallContext], bool] = _always
+    members: Callable[[Options, int], Sequence[int]] = attrs.field(default=lambda options, n: range(n))
+    order: Callable[[Options], Hashable] = attrs.field(default=lambda options: ())
+    reads: Callable[[CallContext], bool] = attrs.field(default=lambda here: True)
     private: tuple[str, ...] = ()
-    reconcile: Callable[[Options], None] = _nothing_private
+    reconcile: Callable[[Options], None] = attrs.field(default=lambda options: None)
     title: Callable[[Options, int], tuple[str, Options]] | None = None
     takes: Variance = Variance.VARYING
     gives: Variance = Variance.VARYING

@@ -14,7 +14,7 @@ from .collective import Call, CallContext, Collective, Traffic, Variance
 from .errors import MismatchError
 from .packing import pack_cut, pack_rows, piece_shape, unpack_joined, unpack_rows
 from .rooted_rows import BARRIER, GATHER, SCATTER, nothing
-from .rows import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER, as_sent, but
+from .rows import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER, as_sent, but, sent_of
 from .tiling import check_cut, check_dim
 
 # -- exchanges --------------------------------------------------------------------------------------------------------
@@ -58,11 +58,6 @@ def _check_rows(leaf: Tensor, here: CallContext) -> None:
         )
 
 
-def _rows_sent(leaf: Tensor, here: CallContext) -> int:
-    rows = leaf.shape[here["dim"]]
-    return (rows - here["input_splits"][here.rank]) * (leaf.numel() // rows) if rows else 0
-
-
 def _rows_title(options: Options, rank: int) -> tuple[str, Options]:
     dims = {"split_dim": options["dim"], "concat_dim": options["dim"]}
     return "all_to_all", {**dims, **but(options, "dim")}
@@ -101,7 +96,7 @@ ALL_TO_ALL_ROWS: Collective = Collective(
     name="all_to_all_rows",
     denotation=_all_to_all_rows,
     adjoint=_rows_adjoint,
-    volume=_rows_sent,
+    volume=lambda leaf, here: sent_of(leaf, here, here["input_splits"]),
     shares=lambda here: {rank: rows for rank, rows in enumerate(here["input_splits"]) if rank != here.rank},
     gloo=gloo.all_to_all_rows,
     nccl=nccl.all_to_all_rows,

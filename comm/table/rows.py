@@ -155,11 +155,14 @@ def _check_reduce_scatter(leaf: Tensor, here: CallContext) -> None:
     check_cut(leaf, here)
 
 
-def _scattered(leaf: Tensor, here: CallContext) -> int:
-    if not _uneven(here.options):
-        return (here.n - 1) * (leaf.numel() // here.n)
+def sent_of(leaf: Tensor, here: CallContext, sizes: Sequence[int]) -> int:
+    """Elements that leave this rank if it keeps its own of pieces of these sizes along ``dim``."""
     rows = leaf.shape[here["dim"]]
-    return (rows - here["sizes"][here.rank]) * (leaf.numel() // rows) if rows else 0
+    return (rows - sizes[here.rank]) * (leaf.numel() // rows) if rows else 0
+
+
+def _scattered(leaf: Tensor, here: CallContext) -> int:
+    return sent_of(leaf, here, here["sizes"]) if _uneven(here.options) else (here.n - 1) * (leaf.numel() // here.n)
 
 
 ALL_GATHER: Collective = Collective(

@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from functional_ds.base.tree import summary
 from functional_ds.comm.record.group import Group
 from functional_ds.comm.table.collective import Variance
 
@@ -46,8 +47,7 @@ class Claim:
         return (self.variance.dual if self.gradient else self.variance).equal
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in self.leaves)
-        return f"comm.{self.variance.value} of [{shapes}] at {self.site}"
+        return f"comm.{self.variance.value} of [{', '.join(map(summary, self.leaves))}] at {self.site}"
 
     def agreement(self) -> tuple[object, ...]:
         """The properties that must be equal on all ranks."""
@@ -145,11 +145,8 @@ def _same_on_two(claims: Sequence[Claim], place: int, table: Sequence[Tensor]) -
 
 def _unequal(claims: Sequence[Claim], member: int, place: int, unequal: Tensor) -> str:
     one, other, group = claims[0], claims[member], claims[0].group
-    a, b, element = one.leaves[place], other.leaves[place], int(unequal[0])
-    index = [int(i) for i in torch.unravel_index(torch.tensor(element), a.shape)]
-    x, y = (str(leaf.reshape(-1)[element].item()) for leaf in (a, b))
-    if x == y:  # such as two NaNs
-        x, y = (f"{text} ({bytes(raw_bytes(leaf)[element].tolist()).hex()})" for text, leaf in ((x, a), (y, b)))
+    a, b = one.leaves[place], other.leaves[place]
+    index, x, y = values_at(int(unequal[0]), a, b)
     subject = f"{_value(one, place)}, {one.variance.value} along group {group.name!r} {list(group.ranks)}"
     subject = f"the gradient of {subject}," if one.gradient else f"{subject},"
     lines = one.site if one.site == other.site else f"{one.site} and {other.site}"
@@ -161,8 +158,7 @@ def _unequal(claims: Sequence[Claim], member: int, place: int, unequal: Tensor) 
 
 
 def _value(claim: Claim, place: int) -> str:
-    leaf, name = claim.leaves[place], claim.names[place]
-    described = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    described, name = summary(claim.leaves[place]), claim.names[place]
     return f"{name!r} ({described})" if name else described
 
 
@@ -170,3 +166,12 @@ def raw_bytes(x: Tensor) -> Tensor:
     """The bytes of each element on the host, ``[numel, itemsize]``."""
     plain = x.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return plain.view(-1, 1).view(torch.uint8)
+
+
+def values_at(element: int, a: Tensor, b: Tensor) -> tuple[list[int], str, str]:
+    """The index of an element, and its values in two tensors as text, with their bytes if they read alike, as NaNs do."""
+    index = [int(i) for i in torch.unravel_index(torch.tensor(element), a.shape)]
+    x, y = (str(leaf.reshape(-1)[element].item()) for leaf in (a, b))
+    if x == y:
+        x, y = (f"{text} ({bytes(raw_bytes(leaf)[element].tolist()).hex()})" for text, leaf in ((x, a), (y, b)))
+    return index, x, y

@@ -283,7 +283,8 @@ class OpTrace(TorchDispatchMode):
                 self._forget()
         elif written:
             memory.tensors.clear()
-            memory.whole = number if _covers(tensor) else self._joined(memory.whole, number)
+            covers = tensor.nbytes == tensor.untyped_storage().nbytes()
+            memory.whole = number if covers else self._joined(memory.whole, number)
         memory.tensors[_layout(tensor)] = number
 
     def _joined(self, whole: int, part: int) -> int:
@@ -301,10 +302,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _covers(tensor: Tensor) -> bool:
-    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _checksum(tensor: Tensor) -> tuple[int | None, bool]:

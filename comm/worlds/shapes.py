@@ -164,16 +164,13 @@ class ShapesWorld(World):
         """Runs the body once and counts its calls ``times`` times."""
         if times < 1:
             return
-        marks = [(log, len(log)) for log in self._logs()]
+        marks = [(log, len(log)) for log in self.logs.values()]
         counts = [ledger.snapshot() for ledger in self.ledgers]
         body(0)
-        for log, start in [*marks, *((log, 0) for log in self._logs()[len(marks) :])]:
+        for log, start in [*marks, *((log, 0) for log in [*self.logs.values()][len(marks) :])]:
             log.extend(log[start:] * (times - 1))
         for ledger, before in zip(self.ledgers, counts, strict=True):
             ledger.multiply(before, times)
-
-    def _logs(self) -> "list[array[int]]":
-        return list(self.logs.values())
 
     def start(self, call: Call, tensors: Sequence[Tensor], group: Group, *, beside: bool) -> Handle:
         for tensor in tensors:

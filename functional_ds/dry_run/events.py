@@ -97,12 +97,7 @@ class Events(list[Event]):
         for event in self:
             if isinstance(event, Row):
                 fresh = attrs.evolve(event, calls=0, elements=0, bytes=0, sent_to={})
-                row = rows.setdefault((event.collective, event.group, event.ranks), fresh)
-                row.calls += event.calls
-                row.elements += event.elements
-                row.bytes += event.bytes
-                for peer, size in event.sent_to.items():
-                    row.sent_to[peer] = row.sent_to.get(peer, 0) + size
+                rows.setdefault((event.collective, event.group, event.ranks), fresh).add(event)
         return list(rows.values())
 
 
@@ -153,14 +148,12 @@ class EventRecorder(OperationCounter):
                 if place in self._known and label:
                     self._freed(place)
                 if place not in self._known:
-                    self._count += 1
-                    made = AllocationEvent(storage.nbytes(), self._count, label)
+                    made = self.expect(storage.nbytes(), label)
                     self._known[place] = ref(storage, lambda _, place=place: self._freed(place)), made  # type: ignore[misc]
                     self._labelled.update([place] if label else ())
-                    self.events.append(made)
 
     def expect(self, size: int, label: str) -> AllocationEvent:
-        """Records memory for what is in flight."""
+        """Records memory that is allocated, or expected for what is in flight."""
         with self._lock:
             self._count += 1
             made = AllocationEvent(size, self._count, label)

@@ -27,20 +27,9 @@ _UPDATES = ("_fused_adam", "_fused_sgd", "_fused_adagrad")  # the optimizers' ke
 _PICKS = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "take"}  # read a part of their argument
 _COPIES = _PICKS | {
     *("copy", "clone", "_to_copy", "_foreach_copy", "_copy_from", "cat", "stack", "repeat", "roll", "constant_pad_nd"),
-    *(
-        "fill",
-        "zero",
-        "zeros",
-        "zeros_like",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "new_full",
-        "_foreach_zero",
-    ),
+    *("fill", "zero", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "new_full"),
     *("slice_backward", "select_backward", "split_with_sizes_copy", "scalar_tensor", "index_put", "_index_put_impl"),
+    "_foreach_zero",
 }
 _FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # no byte is touched
 
@@ -161,18 +150,12 @@ def _grouped(a: Tensor, b: Tensor, *rest: Tensor) -> int:
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == b.dim() == 3 else 1)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
 _MORE: Mapping[str, Callable[..., int]] = {
     GROUPED_PRODUCT.overloadpacket.__name__: _grouped,
-    CPU_ATTENTION.overloadpacket.__name__: _attention,
-    CPU_ATTENTION_BACKWARD.overloadpacket.__name__: _attention_backward,
+    CPU_ATTENTION.overloadpacket.__name__: lambda q, k, v, *rest: int(sdpa_flop_count(q.shape, k.shape, v.shape)),
+    CPU_ATTENTION_BACKWARD.overloadpacket.__name__: lambda grad, q, k, v, *rest: int(
+        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+    ),
     "mv": lambda matrix, vector: 2 * matrix.numel(),
     "addmv": lambda given, matrix, vector: 2 * matrix.numel(),
     "dot": lambda a, b: 2 * a.numel(),

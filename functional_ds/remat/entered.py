@@ -1,5 +1,6 @@
 """The stack of remat regions of a thread."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -91,3 +92,11 @@ def called(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]
             return forward(*args, **kwargs)
 
     return call
+
+
+def owner_of(forward: Any) -> nn.Module | None:
+    """The module that a forward belongs to, perhaps through wrappers of its calls; None if it is no module's method."""
+    while isinstance(forward, functools.partial):
+        forward = forward.args[-1]
+    owner = getattr(forward, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None

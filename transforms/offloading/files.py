@@ -242,19 +242,6 @@ class Disk(Outside):
     direct: bool
     traffic: DiskTraffic = attrs.field(factory=DiskTraffic)
 
-    @staticmethod
-    def over(folder: ScratchFolder, *, threads: int, direct: bool) -> "Disk":
-        """Starts the threads.
-
-        Args:
-            folder: the files.
-            threads: how many read and write.
-            direct: whether to bypass the page cache.
-        """
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="offload")
-        background = ThreadPoolExecutor(1, thread_name_prefix="offload")
-        return Disk(folder, pool, background, direct)
-
     def read(
         self, extent: Extent, offset: int, *, into: Tensor, nbytes: int, checksum: int, after: "Sequence[Future[int]]" = ()
     ) -> "Future[int]":

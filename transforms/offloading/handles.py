@@ -16,13 +16,13 @@ from functional_ds.base.tree import NAMESPACE
 from functional_ds.comm.record.graph_notes import GraphLeaf
 
 from .files import Disk, Extent, OffloadError, VersionedFile
-from .prefetch import Prefetcher
+from .prefetch import Prefetched, Prefetcher
 from .tensor_info import TensorInfo, begins_with, typed
 from .traced import TracedOnDisk
 
 
 @attrs.frozen(eq=False, repr=False)
-class OnDisk(TensorInfo, GraphLeaf):
+class OnDisk(Prefetched, GraphLeaf):
     """A tensor in a file: an immutable value, whose disk space is freed with the last reference to it.
 
     Copies of a state may share it, because an update writes new values elsewhere. ``detach()`` returns the tensor on its
@@ -48,11 +48,6 @@ class OnDisk(TensorInfo, GraphLeaf):
 
     def __repr__(self) -> str:
         return f"OnDisk({self.dtype}{list(self.shape)}, {str(self.extent.file.path)!r})"
-
-    @property
-    def device(self) -> torch.device:
-        """The device to which ``detach`` moves it."""
-        return self.prefetcher.copies.device
 
     @property
     def name(self) -> str:
@@ -103,10 +98,6 @@ class OnDisk(TensorInfo, GraphLeaf):
     def end(self, begun: "Future[Tensor]") -> Tensor:
         """The tensor on its device, once it is read."""
         return begun.result().view(self.shape).to(self.device)
-
-    def detach(self) -> Tensor:
-        """The tensor on its device."""
-        return self.prefetcher.fetch(self)
 
     def written(self, pieces: Iterable[Tensor]) -> "OnDisk":
         """The same tensor with other values, on the same disk: its flattened elements in order, in pieces of any size.
@@ -195,7 +186,7 @@ class Version:
 
 
 @tree.record
-class OnHost(TensorInfo):
+class OnHost(Prefetched):
     """A tensor in host memory that is used on a device; ``detach()`` returns it there.
 
     Attributes:
@@ -218,11 +209,6 @@ class OnHost(TensorInfo):
         """The tensor's dtype."""
         return self.host.dtype
 
-    @property
-    def device(self) -> torch.device:
-        """The device to which ``detach`` moves it."""
-        return self.prefetcher.copies.device
-
     def begin(self) -> Arrival:
         """Starts the copy, which overlaps the device's computation."""
         return self.prefetcher.copies.to_device(self.host.detach())
@@ -230,10 +216,6 @@ class OnHost(TensorInfo):
     def end(self, begun: Arrival) -> Tensor:
         """The tensor on its device."""
         return begun.wait()
-
-    def detach(self) -> Tensor:
-        """The tensor on its device."""
-        return self.prefetcher.fetch(self)
 
 
 @attrs.frozen
@@ -256,7 +238,7 @@ class OnPaper(TensorInfo):
 
 def is_handle(leaf: Any) -> bool:
     """Whether a leaf is a handle."""
-    return isinstance(leaf, OnDisk | OnHost | TracedOnDisk)
+    return isinstance(leaf, Prefetched)
 
 
 def fetched(state: Any) -> Any:

@@ -4,10 +4,13 @@ import weakref
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from functional_ds.base.device_streams import CopyStream
 from functional_ds.comm.worlds.current import recorder
+
+from .tensor_info import TensorInfo
 
 
 def refuse_streams(overlaps: bool) -> None:
@@ -63,3 +66,18 @@ class Prefetcher:
         following = self._handles.get(self._follows.get(self._last, ""))
         if following is not None:
             self._begun = (weakref.ref(following), following.begin())
+
+
+class Prefetched(TensorInfo):
+    """What all handles share: ``detach()`` returns the tensor on the device, perhaps prefetched."""
+
+    prefetcher: Prefetcher
+
+    @property
+    def device(self) -> torch.device:
+        """The device to which ``detach`` moves it."""
+        return self.prefetcher.copies.device
+
+    def detach(self) -> Tensor:
+        """The tensor on its device."""
+        return self.prefetcher.fetch(self)

@@ -1,7 +1,7 @@
 """The storage of an offloaded state: its plan, its disk, and the buffers of updates."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,13 +190,14 @@ class OffloadSlot:
 
 
 def make_disk(root: Path, plan: OffloadPlan, *, threads: int, direct: bool) -> Disk:
-    """The files of a plan, with space for two versions of each.
+    """The files of a plan, with space for two versions of each, and so many threads that read and write.
 
     Raises:
         OffloadError: the disk is too small.
     """
     sizes = {unit.file(tensor): unit.file_bytes(tensor) for unit in plan.units for _, tensor in unit.on_disk()}
-    return Disk.over(ScratchFolder.create(root, sizes), threads=threads, direct=direct)
+    pool, background = (ThreadPoolExecutor(count, thread_name_prefix="offload") for count in (threads, 1))
+    return Disk(ScratchFolder.create(root, sizes), pool, background, direct)
 
 
 def traffic(state: State) -> DiskTraffic:

@@ -13,8 +13,8 @@ from functional_ds.comm.record.graph_notes import TracedLeaf
 from functional_ds.comm.worlds.current import recorder
 
 from .files import OffloadError
-from .prefetch import Prefetcher
-from .tensor_info import TensorInfo, begins_with, typed
+from .prefetch import Prefetched, Prefetcher
+from .tensor_info import begins_with, typed
 
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ class TracedTransfer:
 
 
 @attrs.frozen(eq=False, repr=False)
-class TracedOnDisk(TensorInfo, TracedLeaf):
+class TracedOnDisk(Prefetched, TracedLeaf):
     """The handle of a tensor in a file, while a step is traced."""
 
     shape: torch.Size
@@ -70,11 +70,6 @@ class TracedOnDisk(TensorInfo, TracedLeaf):
     chunk: int
     prefetcher: Prefetcher
     token: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        """The device to which ``detach`` moves it."""
-        return self.prefetcher.copies.device
 
     def read_piece(self, index: int, *, into: Tensor, after: Sequence[TracedTransfer] = ()) -> TracedTransfer:
         """A node that starts to read a piece into memory, once ``after`` is done."""
@@ -94,10 +89,6 @@ class TracedOnDisk(TensorInfo, TracedLeaf):
         """The tensor, which a node waits for."""
         values = torch.empty(self.shape, dtype=self.dtype)
         return _node(lambda read: read.result().view(self.shape), [begun], like=values)
-
-    def detach(self) -> Tensor:
-        """The tensor on its device."""
-        return self.prefetcher.fetch(self)
 
     def version(self) -> "TracedVersion":
         """Space for its next version."""

@@ -47,6 +47,11 @@ class CutBatch:
     documents: Tensor | None
     axis: SequenceAxis = tree.static()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the batch's tensors are."""
+        return next(leaf.device for leaf in tree.leaves(self.batch) if isinstance(leaf, Tensor))
+
 
 def entered(function: Any, given: Any) -> Any:
     """``function``, called with the inner batch under the ``axis("sp")`` of its sequence.

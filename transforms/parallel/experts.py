@@ -90,7 +90,13 @@ class Experts:
 
     def __attrs_post_init__(self) -> None:
         check_expression("pattern=", self.pattern)
-        self._check_blocks(self.blocks)
+        ranks = [rank for block in self.blocks for rank in block]
+        if len(set(ranks)) != len(ranks) or self.ep.ranks[self.ep.rank] not in self._same:
+            raise ValueError(
+                f"edp: the ranks {list(self._same)} of group {getattr(self.edp, 'name', None)!r} and the ranks "
+                f"{list(self.ep.ranks)} of ep={self.ep.name!r} share more than this rank; pass two axes of one mesh: "
+                'mesh.split("dp", edp=..., ep=...)'
+            )
 
     def __call__(self, step: Step) -> Step:
         """The step, wrapped."""
@@ -122,15 +128,6 @@ class Experts:
     @property
     def _same(self) -> tuple[int, ...]:
         return (self.ep.ranks[self.ep.rank],) if self.edp is None else self.edp.ranks
-
-    def _check_blocks(self, blocks: tuple[tuple[int, ...], ...]) -> None:
-        ranks = [rank for block in blocks for rank in block]
-        if len(set(ranks)) != len(ranks) or self.ep.ranks[self.ep.rank] not in self._same:
-            raise ValueError(
-                f"edp: the ranks {list(self._same)} of group {getattr(self.edp, 'name', None)!r} and the ranks "
-                f"{list(self.ep.ranks)} of ep={self.ep.name!r} share more than this rank; pass two axes of one mesh: "
-                'mesh.split("dp", edp=..., ep=...)'
-            )
 
     def check(self, step: Step) -> None:
         """Raises an error for a step whose gradients are not summed, or that has experts already.

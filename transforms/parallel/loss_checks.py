@@ -148,24 +148,26 @@ def in_other_orders(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch,
         near = (four.diff(dim=2) == 1).all(2, keepdim=True)  # not so far apart that a window ends between them
         numbers[:, :fours] = torch.where(near, pairs, four).view(ranks, -1)
 
-    def whole(by_rank: Tensor, like: Tensor | None) -> Tensor:
-        by_position = torch.empty(1, axis.length, dtype=torch.int64)
-        by_position[0, held.flatten()] = by_rank.flatten()
-        device = next(leaf.device for leaf in tree.leaves(piece.batch) if isinstance(leaf, Tensor))
-        return by_position.to(device) if like is None else by_position.to(device).where(like >= 0, -1)
+    return _reordered(piece, dims, held, torch.arange(size), numbers), _reordered(piece, dims, held, order, numbers[:, order])
 
-    def at(documents: Tensor | None) -> Tensor | None:
-        """The documents with the tokens in their new places."""
-        if documents is None:
-            return None
-        places = torch.empty(axis.length, dtype=torch.int64)
-        places[held.flatten()] = held[:, order].flatten()
-        return documents.index_select(1, places.to(documents.device))
 
-    return (
-        CutBatch(piece.batch, whole(numbers, piece.documents), axis),
-        CutBatch(_moved(piece.batch, dims, order), whole(numbers[:, order], at(piece.documents)), axis),
-    )
+def _reordered(piece: CutBatch, dims: Mapping[str, int], held: Tensor, order: Tensor, numbers: Tensor) -> CutBatch:
+    """The piece with this rank's tokens in another order, and documents of these numbers; padding stays in none.
+
+    Args:
+        piece: of the batch.
+        dims: of the leaves that were split, by path.
+        held: each rank's positions, [ranks, positions].
+        order: of each rank's positions.
+        numbers: the documents of the reordered positions, [ranks, positions].
+    """
+    axis, documents = piece.axis, piece.documents
+    by_position, places = torch.empty(1, axis.length, dtype=torch.int64), torch.empty(axis.length, dtype=torch.int64)
+    by_position[0, held.flatten()], places[held.flatten()] = numbers.flatten(), held[:, order].flatten()
+    by_position = by_position.to(piece.device)
+    if documents is not None:
+        by_position = by_position.where(documents.index_select(1, places.to(documents.device)) >= 0, -1)
+    return CutBatch(_moved(piece.batch, dims, order), by_position, axis)
 
 
 def _moved(batch: Any, dims: Mapping[str, int], order: Tensor) -> Any:
@@ -178,7 +180,7 @@ def _moved(batch: Any, dims: Mapping[str, int], order: Tensor) -> Any:
     return tree.unflatten(tree.structure(batch), [moved(path, leaf) for path, leaf in tree.named(batch)])
 
 
-def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBatch, CutBatch]:
+def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, ...]:
     """This rank's piece, its first half twice, and its second half twice, where each token attends only to itself.
 
     For a sum over tokens, the first is the mean of the other two. A single token stays in all three.
@@ -191,18 +193,9 @@ def in_halves(piece: CutBatch, dims: Mapping[str, int]) -> tuple[CutBatch, CutBa
     held = axis.layout.order(axis.length, axis.group.size).view(axis.group.size, -1)
     size, half = held.shape[1], held.shape[1] // 2
     every = torch.arange(size)
-
-    def of(order: Tensor) -> CutBatch:
-        numbers, places = torch.empty(1, axis.length, dtype=torch.int64), torch.empty(axis.length, dtype=torch.int64)
-        numbers[0, held.flatten()], places[held.flatten()] = held.flatten(), held[:, order].flatten()
-        if piece.documents is not None:
-            given = piece.documents.index_select(1, places.to(piece.documents.device))
-            numbers = numbers.to(given.device).where(given >= 0, -1)
-        device = next(leaf.device for leaf in tree.leaves(piece.batch) if isinstance(leaf, Tensor))
-        return CutBatch(_moved(piece.batch, dims, order), numbers.to(device), axis)
-
     a, b, rest = every[:half], every[half : 2 * half], every[2 * half :]
-    return of(every), of(torch.cat([a, a, rest])), of(torch.cat([b, b, rest]))
+    orders = every, torch.cat([a, a, rest]), torch.cat([b, b, rest])
+    return tuple(_reordered(piece, dims, held, order, held) for order in orders)
 
 
 def has_zeros(step: Step, state: State) -> bool:

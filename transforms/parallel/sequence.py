@@ -155,7 +155,7 @@ class _SequenceParallel:
         piece, length, _ = self.cut(step, state, batch)
         key = state.key
         if key is not None:
-            positions = piece.axis.positions(_device(piece))
+            positions = piece.axis.positions(piece.device)
             key = tree.replace(key, places={**key.places, 1: (positions, length)})
         after, grads, metrics = inner(step, tree.replace(state, key=key), piece, carry, last)
         return tree.replace(after, key=state.key), grads, metrics
@@ -256,11 +256,11 @@ class _SequenceParallel:
         piece, _, dims = self.cut(step, state, batch)
         if self.mesh_axis.compares and not state.step.is_meta:
             key = None if state.key is None else tree.replace(state.key, constant=True)
-            stages = partial(self.check_stages, step, state, _device(piece))
+            stages = partial(self.check_stages, step, state, piece.device)
             check_order(str(self), step, tree.replace(state, key=key), piece, dims, stages)
             check_sum(str(self), step, tree.replace(state, key=key), piece, dims, stages)
         result = inner(step, state, batch, carry, last)
-        self.check_stages(step, state, _device(piece))
+        self.check_stages(step, state, piece.device)
         return result  # type: ignore[no-any-return]
 
     def is_due(self, state: State) -> bool:
@@ -336,8 +336,3 @@ class _SequenceParallel:
             "fds.seq.ulysses(fds.seq.ring(mesh['ring'], layout=kind), mesh['heads']); for a loss without attention pass "
             "tokenwise=True"
         )
-
-
-def _device(piece: CutBatch) -> torch.device:
-    """Where the batch's tensors are."""
-    return next(leaf.device for leaf in tree.leaves(piece.batch) if isinstance(leaf, Tensor))

@@ -148,8 +148,13 @@ class _GroupedOuterProduct(torch.autograd.Function):
 def _counts(groups: RowGroups, rows: Tensor) -> list[int]:
     """The numbers of rows; without values, in a dry run, they are assumed to be even."""
     if groups.counts is None and runs_on_shapes(rows):
-        return [len(rows) // groups.size + (place < len(rows) % groups.size) for place in range(groups.size)]
+        return even_rows(len(rows), groups.size)
     return groups.read()
+
+
+def even_rows(total: int, parts: int) -> list[int]:
+    """The numbers of rows that are assumed where there are no values."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _fits(tensor: Tensor) -> bool:

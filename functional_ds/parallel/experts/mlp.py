@@ -33,12 +33,11 @@ def gated_mlp(
     torch.Size([5, 4])
     """
 
-    def run(rows: Tensor, groups: RowGroups) -> Tensor:
-        gate, up = grouped_linear(rows if tp is None else comm.copy_to(rows, tp), gate_up, groups).chunk(2, -1)
-        out = grouped_linear(activation(gate) * up, down, groups)
-        return out if tp is None else comm.reduce_from(out, tp)
+    def gated(hidden: Tensor) -> Tensor:
+        gate, up = hidden.chunk(2, -1)
+        return activation(gate) * up
 
-    return run
+    return mlp(gate_up, down, activation=gated, tp=tp)
 
 
 def mlp(up: Tensor, down: Tensor, *, activation: Activation = F.gelu, tp: comm.Group | None = None) -> ExpertFunction:

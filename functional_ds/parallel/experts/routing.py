@@ -1,7 +1,7 @@
 """Token routing: ``route`` chooses each token's experts and weights, ``Routing`` is the result as data."""
 
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import attrs
 import torch
@@ -12,21 +12,6 @@ from functional_ds.base.prng import Key
 from functional_ds.step.axes import IN_ORDER, note_asked
 
 Drop = Literal["error", "position", "probability"]
-
-
-def _positive(record: "Capacity", field: "attrs.Attribute[Any]", value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{field.name}={value!r}: a number above 0")
-
-
-def _whole(record: "Capacity", field: "attrs.Attribute[int]", value: int) -> None:
-    if not isinstance(value, int) or value < 1:  # type: ignore[redundant-expr]
-        raise ValueError(f"{field.name}={value!r}: an integer above 0")
-
-
-def _known(record: "Capacity", field: "attrs.Attribute[str]", value: str) -> None:
-    if value not in get_args(Drop):
-        raise ValueError(f"drop={value!r}: one of {', '.join(map(repr, get_args(Drop)))}")
 
 
 @attrs.frozen
@@ -46,9 +31,17 @@ class Capacity:
     5
     """
 
-    factor: float = attrs.field(validator=_positive)
-    rows: int = attrs.field(validator=_whole, kw_only=True)
-    drop: Drop = attrs.field(default="position", validator=_known, kw_only=True)
+    factor: float
+    rows: int = attrs.field(kw_only=True)
+    drop: Drop = attrs.field(default="position", kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.factor > 0:
+            raise ValueError(f"factor={self.factor!r}: a number above 0")
+        if not isinstance(self.rows, int) or self.rows < 1:  # type: ignore[redundant-expr]
+            raise ValueError(f"rows={self.rows!r}: an integer above 0")
+        if self.drop not in get_args(Drop):
+            raise ValueError(f"drop={self.drop!r}: one of {', '.join(map(repr, get_args(Drop)))}")
 
     def limit(self, k: int, experts: int) -> int:
         """The number of choices that an expert accepts from a group."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from functional_ds.base import tree
 from functional_ds.base.torch_private import has_values
 
-from .grouped import RowGroups
+from .grouped import RowGroups, even_rows
 from .token_exchange import ExpertFunction
 
 _EACH = "each"  # replaces the expert's number in paths of stacked leaves
@@ -38,10 +38,7 @@ def each_expert(f: Callable[[Any, Tensor], Tensor], stacked: Any) -> ExpertFunct
                     f"stacked: the leaf at {path!r} has shape {list(leaf.shape)}, and the rows come in {groups.size} groups, "
                     "one for each local expert: [experts, ...] is needed, with the experts of this rank only"
                 )
-        if has_values(rows):
-            counts = groups.read()
-        else:
-            counts = [len(rows) // groups.size + (e < len(rows) % groups.size) for e in range(groups.size)]
+        counts = groups.read() if has_values(rows) else even_rows(len(rows), groups.size)
         leaves, spec = tree.flatten(stacked)
         experts = zip(*(leaf.unbind() for leaf in leaves), strict=True)
         pieces = zip(experts, rows.split(counts), strict=True)

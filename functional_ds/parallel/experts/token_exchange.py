@@ -1,7 +1,7 @@
 """Token dispatch and combine: tokens are sent to the ranks of their experts, and the results back."""
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -17,7 +17,7 @@ from functional_ds.step.pass_scope import current_pass
 
 from .axis import ExpertAxis
 from .closures import closed_over
-from .grouped import RowGroups
+from .grouped import RowGroups, even_rows
 from .routing import Routing, check_shapes, overflow_error
 from .token_order import TokenOrder, combine, spread
 
@@ -185,11 +185,6 @@ def _keep(out: Tensor) -> None:
         pass_.roots.append(out)
 
 
-def _even(total: int, parts: int) -> list[int]:
-    """The routing that is assumed where there are no values."""
-    return [total // parts + (part < total % parts) for part in range(parts)]
-
-
 def _alone(f: ExpertFunction, rows: Tensor, routing: Routing) -> Tensor:
     """On one device; the host waits only if capacity may have dropped or exceeded rows."""
     order = TokenOrder.of(routing.experts, routing.kept, routing.count)
@@ -198,7 +193,7 @@ def _alone(f: ExpertFunction, rows: Tensor, routing: Routing) -> Tensor:
         overflow_error(routing, [routing.overflow.tolist()])
     if routing.kept is None:
         return combine(f(spread(rows, order), RowGroups.of(load)), routing.weights, order)
-    counts = _even(routing.experts.numel(), routing.count) if runs_on_shapes(rows) else load.tolist()
+    counts = even_rows(routing.experts.numel(), routing.count) if runs_on_shapes(rows) else load.tolist()
     order = order.cut(sum(counts))
     return combine(f(spread(rows, order), RowGroups(load.cumsum(0).to(torch.int32), tuple(counts))), routing.weights, order)
 
@@ -214,6 +209,18 @@ class _Exchange:
         experts, kept = self.routing.experts, self.routing.kept
         return experts if kept is None else experts.masked_fill(~kept, -1)
 
+    def _begun(self, collective: Callable[..., Any], sent: Any, *, beside: bool, **splits: list[int]) -> Callable[[], Any]:
+        """Starts to send; the result waits for what arrives. ``beside``: whether there is work to overlap with it."""
+        request = comm.table.prepare(collective, sent, self.group, **splits)
+        return request.start().wait if beside else Ready(request.run()).wait
+
+    def _of_local_experts(self, f: ExpertFunction, arrived: Mapping[str, Tensor], counts: list[int], table: Tensor) -> Tensor:
+        """The part of each token's result that this rank's experts compute, which get ``counts`` rows."""
+        local = arrived["ids"] - self.group.rank * len(counts)
+        kept = (local >= 0) & (local < len(counts))
+        order = TokenOrder.of(local.masked_fill(~kept, 0), kept, len(counts)).cut(sum(counts))
+        return combine(f(spread(arrived["rows"], order), _groups(counts, table)), arrived["weights"], order)
+
 
 class _ExchangeByAllToAll(_Exchange):
     """Rows are sent to the ranks of their experts."""
@@ -225,8 +232,7 @@ class _ExchangeByAllToAll(_Exchange):
         order = order.cut(sum(sent))
         received = [sum(source_counts) for source_counts in counts]  # by source
         rows = spread(rows, order)
-        request = comm.table.prepare(comm.all_to_all, rows, self.group, input_splits=sent, output_splits=received)
-        wait = request.start().wait if beside else Ready(request.run()).wait
+        wait = self._begun(comm.all_to_all, rows, beside=beside, input_splits=sent, output_splits=received)
 
         def rest(f: ExpertFunction) -> Tensor:
             arrived = wait()  # sorted by source, then by expert
@@ -245,7 +251,7 @@ class _ExchangeByAllToAll(_Exchange):
         told = load if routing.overflow is None else torch.cat([load, routing.overflow.expand(size, 3)], 1)
         heard = comm.all_to_all(told, self.group)
         if runs_on_shapes(rows):
-            even, local = _even(routing.experts.numel(), routing.count), load.shape[1]
+            even, local = even_rows(routing.experts.numel(), routing.count), load.shape[1]
             here = even[self.group.rank * local : (self.group.rank + 1) * local]
             sent = [sum(even[r * local : (r + 1) * local]) for r in range(size)]
             return sent, [here] * size, heard[:, :local]
@@ -287,15 +293,10 @@ class _ExchangeByGather(_Exchange):
                 name: torch.cat([leaf, leaf.new_full((most - len(rows), leaf.shape[1]), -1 if name == "ids" else 0)])
                 for name, leaf in mine.items()
             }
-        request = comm.table.prepare(comm.all_gather, mine, group)
-        wait = request.start().wait if beside else Ready(request.run()).wait
+        wait = self._begun(comm.all_gather, mine, beside=beside)
 
         def rest(f: ExpertFunction) -> Tensor:
-            everyones = wait()
-            local = everyones["ids"] - group.rank * len(counts)
-            kept = (local >= 0) & (local < len(counts))
-            order = TokenOrder.of(local.masked_fill(~kept, 0), kept, len(counts)).cut(sum(counts))
-            part = combine(f(spread(everyones["rows"], order), _groups(counts, table)), everyones["weights"], order)
+            part = self._of_local_experts(f, wait(), counts, table)
             return comm.reduce_scatter(part, group)[: len(rows)]
 
         return rest
@@ -309,7 +310,7 @@ class _ExchangeByGather(_Exchange):
         told += [] if routing.overflow is None else [routing.overflow]
         heard = comm.all_gather(torch.cat(told), self.group, tiled=False)
         if runs_on_shapes(rows):
-            even = [rows * size for rows in _even(routing.experts.numel(), routing.count)[local]]
+            even = [rows * size for rows in even_rows(routing.experts.numel(), routing.count)[local]]
             return [len(rows)] * size, even, heard[:, local]
         numbers = heard.tolist()  # the host waits here
         if routing.overflow is not None:
@@ -330,15 +331,10 @@ class _ExchangeByRank(_Exchange):
         sent, received, counts, table = self._counts(rows, torch.where(first, ranks, group.size))
         order = TokenOrder.of(ranks, first, group.size).cut(sum(sent))
         mine = {"rows": spread(rows, order), "weights": spread(routing.weights, order), "ids": self.ids[order.tokens]}
-        request = comm.table.prepare(comm.all_to_all, mine, group, input_splits=sent, output_splits=received)
-        wait = request.start().wait if beside else Ready(request.run()).wait
+        wait = self._begun(comm.all_to_all, mine, beside=beside, input_splits=sent, output_splits=received)
 
         def rest(f: ExpertFunction) -> Tensor:
-            arrived = wait()
-            local = arrived["ids"] - group.rank * per_rank
-            kept = (local >= 0) & (local < per_rank)
-            by_expert = TokenOrder.of(local.masked_fill(~kept, 0), kept, per_rank).cut(sum(counts))
-            part = combine(f(spread(arrived["rows"], by_expert), _groups(counts, table)), arrived["weights"], by_expert)
+            part = self._of_local_experts(f, wait(), counts, table)
             return combine(comm.all_to_all(part, group, input_splits=received, output_splits=sent), None, order)
 
         return rest
@@ -353,9 +349,10 @@ class _ExchangeByRank(_Exchange):
         heard = comm.all_to_all(torch.cat(told, 1), self.group)
         per_rank = load.shape[1]
         if runs_on_shapes(rows):
-            here = _even(routing.experts.numel(), routing.count)[self.group.rank * per_rank : (self.group.rank + 1) * per_rank]
-            even = _even(len(rows) * routing.reach(size), size)
-            return even, [even[self.group.rank]] * size, [size * count for count in here], heard[:, :per_rank]
+            rank = self.group.rank
+            here = even_rows(routing.experts.numel(), routing.count)[rank * per_rank : (rank + 1) * per_rank]
+            even = even_rows(len(rows) * routing.reach(size), size)
+            return even, [even[rank]] * size, [size * count for count in here], heard[:, :per_rank]
         numbers = torch.cat([tokens, heard.flatten()]).tolist()  # the host waits here
         wide = heard.shape[1]
         by_rank = [numbers[start : start + wide] for start in range(size, len(numbers), wide)]

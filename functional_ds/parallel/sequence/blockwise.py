@@ -43,22 +43,6 @@ class AttentionMask:
                 f"window={self.window}, causal={self.causal}: a window is at least 1, and only causal attention has one"
             )
 
-    def check(self, length: int, rows: int) -> "AttentionMask":
-        """Itself, if it matches a sequence of that length.
-
-        Raises:
-            ValueError: it does not.
-        """
-        documents = self.documents
-        if documents is not None and (
-            documents.dim() != 2 or documents.shape[1] != length or documents.shape[0] not in (1, rows)
-        ):
-            raise ValueError(
-                f"documents has shape {list(documents.shape)}; it must be [{rows} or 1, {length}], numbers of all positions of "
-                "the whole sequence in its own order"
-            )
-        return self
-
     def products(self, rows: _Runs, cols: _Runs) -> tuple[BlockProduct, ...]:
         """What is to be computed of these rows and columns."""
         return products(rows, cols, causal=self.causal, window=self.window, documents=self.lengths)
@@ -181,7 +165,8 @@ class Queries:
     def _parts(self, keys: Keys) -> "Iterator[tuple[BlockProduct, slice, slice, Tensor | None]]":
         if self.q.numel() == 0 or keys.k.numel() == 0:
             return
-        at = functools.cache(lambda runs: _positions(runs, self.q.device))
+        device = self.q.device
+        at = functools.cache(lambda runs: torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in runs]))
         formula = takes(self.q, keys.v, self.mask.documents is not None) == "formula"
         for product in self.mask.products(self.runs, keys.runs):
             masked = product.kind == "masked" or self.mask.documents is not None
@@ -191,10 +176,6 @@ class Queries:
                     yield part, rows, cols, self.mask.allowed(at(self.runs)[rows], at(keys.runs)[cols])
                 else:
                     yield part, rows, cols, None
-
-
-def _positions(runs: _Runs, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in runs])
 
 
 def empty_to_infinite(lse: Tensor) -> Tensor:
@@ -336,7 +317,13 @@ def mask_of(
     of_layout = None if layout is None else layout.documents
     if None not in (lengths, of_layout) and lengths != of_layout:
         raise ValueError(f"documents={list(lengths or ())}, and the layout has those of lengths {list(of_layout or ())}")
-    return AttentionMask(causal, window, lengths or of_layout, numbers).check(length, rows)
+    mask = AttentionMask(causal, window, lengths or of_layout, numbers)
+    if numbers is not None and (numbers.dim() != 2 or numbers.shape[1] != length or numbers.shape[0] not in (1, rows)):
+        raise ValueError(
+            f"documents has shape {list(numbers.shape)}; it must be [{rows} or 1, {length}], numbers of all positions of the "
+            "whole sequence in its own order"
+        )
+    return mask
 
 
 def merge(o: Tensor, lse: Tensor, other: Tensor, *, other_lse: Tensor) -> tuple[Tensor, Tensor]:

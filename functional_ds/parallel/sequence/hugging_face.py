@@ -124,18 +124,11 @@ def _attention(name: str, way: Callable[[SequenceAxis], Callable[..., Tensor]]) 
         if first:
             _check_positions(name, given, axis)
             _check_padding(name, mask.padding, axis)
-        o = way(axis)(query, key, value, scale=scaling, **_arguments(mask, axis))
+        window = mask.window if mask.window is not None and mask.window < axis.length else None
+        o = way(axis)(query, key, value, scale=scaling, causal=mask.causal, window=window)  # the step has the documents
         return o.transpose(1, 2), None
 
     return forward
-
-
-def _arguments(mask: SequenceMask, axis: SequenceAxis) -> dict[str, Any]:
-    """The arguments of attention over the step's ranks, except the documents, which the step has."""
-    arguments: dict[str, Any] = {"causal": mask.causal}
-    if mask.window is not None and mask.window < axis.length:
-        arguments["window"] = mask.window
-    return arguments
 
 
 def _check_positions(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
@@ -168,12 +161,12 @@ def _mask(name: str) -> Callable[..., SequenceMask]:
                 f"{name}: {q_length} queries from {q_offset} and {kv_length} keys from {kv_offset}: a rank has {local_length} "
                 "of both; it takes the batch that T.sequence split, and no cache"
             )
-        causal, windows, position_ids = False, [], None
+        known, causal, windows, position_ids = _known(), False, [], None
         for function in _parts(name, mask_function):
             code, free = function.__code__, inspect.getclosurevars(function).nonlocals
-            causal = causal or code is _known().causal
-            windows += [free["sliding_window"]] if code is _known().window else []
-            if code is _known().remap:
+            causal = causal or code is known["causal"]
+            windows += [free["sliding_window"]] if code is known["window"] else []
+            if code is known["remap"]:
                 position_ids = free["position_ids"]
         if windows and not causal:
             raise ValueError(f"{name}: a window of {min(windows)} without causal attention")
@@ -198,31 +191,20 @@ def _check_padding(name: str, given: Tensor | None, axis: SequenceAxis) -> None:
         )
 
 
-@attrs.frozen(eq=False)
-class _MaskCodes:
+def _known() -> dict[str, Any]:
     """The code objects of the supported mask functions of transformers."""
-
-    causal: Any
-    every: Any
-    window: Any
-    both: Any
-    packed: Any
-    remap: Any
-
-
-def _known() -> _MaskCodes:
     from transformers import masking_utils as masks
 
     some, causal = torch.zeros(1, 1), masks.causal_mask_function
-    functions = (
-        causal,
-        masks.bidirectional_mask_function,
-        masks.sliding_window_overlay(1),
-        masks.and_masks(causal),
-        masks.packed_sequence_mask_function(some),
-        masks.remap_positions_for_packed_sequence(causal, some),
-    )
-    return _MaskCodes(*(function.__code__ for function in functions))
+    functions = {
+        "causal": causal,
+        "every": masks.bidirectional_mask_function,
+        "window": masks.sliding_window_overlay(1),
+        "both": masks.and_masks(causal),
+        "packed": masks.packed_sequence_mask_function(some),
+        "remap": masks.remap_positions_for_packed_sequence(causal, some),
+    }
+    return {name: function.__code__ for name, function in functions.items()}
 
 
 def _parts(name: str, function: Any) -> Iterator[Any]:
@@ -233,14 +215,14 @@ def _parts(name: str, function: Any) -> Iterator[Any]:
     """
     known = _known()
     code = getattr(function, "__code__", None)
-    if code not in attrs.astuple(known, recurse=False):
+    if code not in known.values():
         what = getattr(function, "__qualname__", function)
         raise ValueError(f"{name}: the model's mask has {what}, which attention over a split sequence does not have")
     free = inspect.getclosurevars(function).nonlocals
-    if code is known.both:
+    if code is known["both"]:
         for part in free["mask_functions"]:
             yield from _parts(name, part)
         return
     yield function
-    if code is known.remap:
+    if code is known["remap"]:
         yield from _parts(name, free["mask_function"])

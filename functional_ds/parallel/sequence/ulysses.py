@@ -73,14 +73,13 @@ def ulysses(
         length = q.shape[2] * ranks.size
         if attention is None:
             check_pieces("ulysses", length, ranks, kwargs.get("window"))
-        runs = tuple(how.runs(length, ranks.size, rank) for rank in range(ranks.size))
-        if attention is None:
             documents = how.documents if numbers is None else numbers
             kwargs = kwargs if documents is None else {"documents": documents, **kwargs}
+        runs = tuple(how.runs(length, ranks.size, rank) for rank in range(ranks.size))
         shares = head_shares(q.shape[1], k.shape[1], ranks=ranks.size)
         same = {name: value for name, value in kwargs.items() if isinstance(value, bool | int | float | None)}
         with alike("ulysses", ranks, heads=(q.shape[1], k.shape[1]), **same, layout=how):
-            q, k, v = HeadExchange(ranks, runs, (shares.queries, shares.keys, shares.keys)).to_heads(q, k, v)
+            q, k, v = _Exchanged.apply(HeadExchange(ranks, runs, (shares.queries, shares.keys, shares.keys)), True, q, k, v)
         if q.shape[1]:
             k, v = (_expanded(x, shares, ranks.rank) for x in (k, v))
             with _inside(group is None):
@@ -92,8 +91,8 @@ def ulysses(
         else:
             # without elements, and part of the graph: the backward pass is collective
             o = torch.cat([q, v], dim=-1)[..., : v.shape[3]]
-        (o,) = HeadExchange(ranks, runs, (shares.queries,)).to_positions(o)
-        return o
+        result: tuple[Tensor] = _Exchanged.apply(HeadExchange(ranks, runs, (shares.queries,)), False, o)
+        return result[0]
 
     return attend
 
@@ -150,8 +149,8 @@ def head_shares(queries: int, keys: int, *, ranks: int) -> HeadShares:
 class HeadExchange:
     """Exchanges heads for positions of several tensors, with one message between each two ranks.
 
-    ``to_heads``: a tensor [rows, heads, N/P, d] becomes [rows, this rank's heads, N, d], in the sequence's order.
-    ``to_positions`` is the transpose: values of a head that several ranks have are summed. Each is the other's gradient.
+    To heads, a tensor [rows, heads, N/P, d] becomes [rows, this rank's heads, N, d], in the sequence's order. To positions is
+    the transpose: values of a head that several ranks have are summed. Each is the other's gradient.
 
     Attributes:
         group: the ranks.
@@ -163,18 +162,8 @@ class HeadExchange:
     runs: tuple[tuple[range, ...], ...]
     shares: tuple[_Heads, ...]
 
-    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """From positions to heads."""
-        exchanged: tuple[Tensor, ...] = _Exchanged.apply(self, True, *tensors)
-        return exchanged
-
-    def to_positions(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """From heads to positions."""
-        exchanged: tuple[Tensor, ...] = _Exchanged.apply(self, False, *tensors)
-        return exchanged
-
     def run(self, tensors: tuple[Tensor, ...], *, to_heads: bool) -> tuple[Tensor, ...]:
-        """Either of the two, without gradients."""
+        """From positions to heads, or back, without gradients."""
         sent, taken = self._shapes(tensors, by_heads=not to_heads), self._shapes(tensors, by_heads=to_heads)
         splits = [[sum(shape.numel() for shape in shapes) for shapes in side] for side in (sent, taken)]
         message = tensors[0].new_empty(sum(splits[0]))
@@ -244,6 +233,8 @@ def _shared(heads: _Heads) -> bool:
 
 
 class _Exchanged(torch.autograd.Function):
+    """Tensors from positions to heads, or back, which is the transpose."""
+
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.to_heads = exchange, to_heads

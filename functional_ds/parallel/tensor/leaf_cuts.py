@@ -85,7 +85,8 @@ def cuts_of(params: Any, plan: Plan, group: comm.Group) -> Cuts:
     everywhere = [place for leaf_places in places.values() for place in leaf_places]
     _check_used(plan, used, everywhere, group.size)
     _check_groups(plan, [place for path in slices for place in places[path]], group)
-    _check_tokenwise(plan, everywhere, {path: leaf.dim() for path, leaf in tree.named(params)}, places, slices)
+    whole = (place for path, leaf in tree.named(params) if leaf.dim() > 1 and path not in slices for place in places[path])
+    _check_tokenwise(plan, everywhere, whole)
     in_modules = frozenset(path for path in worded if places[path][0].module is not None)
     summed, by_word = summed - slices.keys(), by_word - slices.keys()
     return Cuts(slices, frozenset(summed | by_word), frozenset(by_word - summed), in_modules)
@@ -307,29 +308,28 @@ def _check_used(plan: Plan, used: Iterable[str], places: Sequence[_LeafPlace], n
             raise ValueError(f"plan: {key!r} matches no path; {nearest(key, [*known, *inside])}")
 
 
-def _check_tokenwise(
-    plan: Plan,
-    everywhere: Sequence[_LeafPlace],
-    dims: Mapping[str, int],
-    places: Mapping[str, Sequence[_LeafPlace]],
-    slices: Any,
-) -> None:
-    """Raises an error for layers that would see a part of the sequence, unless the plan declares them tokenwise."""
+def _check_tokenwise(plan: Plan, everywhere: Sequence[_LeafPlace], whole: Iterable[_LeafPlace]) -> None:
+    """Raises an error for layers that would see a part of the sequence, unless the plan declares them tokenwise.
+
+    Args:
+        plan: the plan.
+        everywhere: the places of all leaves.
+        whole: those of whole leaves of two dims or more.
+    """
     lists = [key for key, value in plan.items() if value == "sequence_parallel"]
     if not lists:
         return
     words = {place.owner: [value for _, value in _claims(plan, place) if value != "sequence_parallel"] for place in everywhere}
     ruling = {owner: value for owner in words if (value := value_at(plan, owner)) is not None}
     blocks = {parted(owner)[0] for owner, value in ruling.items() if word_of(value).cuts == "outputs"}
-    for path, several in places.items():
-        for place in several if dims[path] > 1 and path not in slices else ():
-            above = [*_above(place.owner), place.owner]
-            if not words[place.owner] and not blocks & {*above} and any(fits(key, owner) for key in lists for owner in above):
-                raise ValueError(
-                    f"plan: {place.path!r} is in a sequence_parallel list and is not split, so it would see a part of the "
-                    f"sequence: split the module that contains it, or add {{{place.owner!r}: 'replicated'}} if it acts on each "
-                    "token alone, as a router does"
-                )
+    for place in whole:
+        above = [*_above(place.owner), place.owner]
+        if not words[place.owner] and not blocks & {*above} and any(fits(key, owner) for key in lists for owner in above):
+            raise ValueError(
+                f"plan: {place.path!r} is in a sequence_parallel list and is not split, so it would see a part of the "
+                f"sequence: split the module that contains it, or add {{{place.owner!r}: 'replicated'}} if it acts on each "
+                "token alone, as a router does"
+            )
 
 
 def _check_local(key: str, inside: Mapping[str, nn.Module], n: int) -> None:

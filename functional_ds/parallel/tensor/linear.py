@@ -100,7 +100,9 @@ def column(
         whole = comm.all_gather(x, here, dim=dim)
         outputs = [F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True)]
     else:
-        products = gathered_products(x, weights, group=here, dim=dim, chunks=chunks, regather=regather)
+        _check_chunks(x.shape, dim, x.shape[dim], chunks)
+        views = [matrix.view_as(matrix) for matrix in weights]  # a parameter's gradient may not come out of a custom function
+        products = _GatheredProducts.apply(x, here, dim, chunks, regather, *views)
         outputs = [y if b is None else y + b for y, b in zip(products, biases, strict=True)]
     if gather_output:
         outputs = [comm.gather_from(y, here, dim=y.dim() - 1) for y in outputs]
@@ -159,7 +161,8 @@ def row(
     elif chunks == 1:
         y = comm.reduce_scatter(F.linear(local_x, weight), here, dim=dim)
     else:
-        y = scattered_product(local_x, weight, group=here, dim=dim, chunks=chunks)
+        _check_chunks(local_x.shape, dim, local_x.shape[dim], here.size * chunks)
+        y = _ScatteredProduct.apply(local_x, weight.view_as(weight), here, dim, chunks)
     return y if bias is None else y + bias
 
 
@@ -191,46 +194,6 @@ def _sequence_dim(what: str, x: Tensor, dim: int | None, *, regather: bool = Fal
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
         raise ValueError(f"{what}: sequence_dim={dim} is not a dim of x, of shape {list(x.shape)}, before its features")
     return dim % x.dim()
-
-
-def gathered_products(
-    x: Tensor, weights: Sequence[Tensor], *, group: comm.Group, dim: int, chunks: int, regather: bool
-) -> list[Tensor]:
-    """``all_gather(x) @ wᵀ`` for each weight.
-
-    Args:
-        x: this rank's part along ``dim``, [..., inputs].
-        weights: [outputs, inputs] each.
-        group: the ranks.
-        dim: the dim that is gathered.
-        chunks: how many messages the gather is, and the reduction of the backward pass.
-        regather: whether the backward pass gathers ``x`` again; else what was gathered stays.
-
-    Raises:
-        ValueError: this rank's part does not divide by ``chunks``.
-    """
-    _check_chunks(x.shape, dim, x.shape[dim], chunks)
-    views = (weight.view_as(weight) for weight in weights)  # a parameter's gradient may not come out of a custom function
-    products: tuple[Tensor, ...] = _GatheredProducts.apply(x, group, dim, chunks, regather, *views)
-    return list(products)
-
-
-def scattered_product(x: Tensor, weight: Tensor, *, group: comm.Group, dim: int, chunks: int) -> Tensor:
-    """``reduce_scatter(x @ weightᵀ)``.
-
-    Args:
-        x: [..., inputs], whole along ``dim``.
-        weight: [outputs, inputs].
-        group: the ranks.
-        dim: the dim that is scattered.
-        chunks: how many messages the reduction is, and the gather of the backward pass.
-
-    Raises:
-        ValueError: the dim does not divide by the ranks and ``chunks``.
-    """
-    _check_chunks(x.shape, dim, x.shape[dim], group.size * chunks)
-    product: Tensor = _ScatteredProduct.apply(x, weight.view_as(weight), group, dim, chunks)
-    return product
 
 
 def _check_chunks(shape: Sequence[int], dim: int, size: int, parts: int) -> None:
@@ -269,6 +232,8 @@ def _weight_gradient(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tenso
 
 
 class _GatheredProducts(torch.autograd.Function):
+    """``all_gather(x) @ wᵀ`` for each weight, in ``chunks`` messages; with ``regather`` the backward pass gathers x again."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, group: comm.Group, dim: int, chunks: int, regather: bool, *weights: Tensor
@@ -304,6 +269,8 @@ class _GatheredProducts(torch.autograd.Function):
 
 
 class _ScatteredProduct(torch.autograd.Function):
+    """``reduce_scatter(x @ weightᵀ)``, in ``chunks`` messages."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: comm.Group, dim: int, chunks: int) -> Tensor:
         ctx.group, ctx.dim, ctx.chunks = group, dim, chunks

@@ -1,6 +1,5 @@
 """Runs a module's layers on slices, in the library's copy of the module, with collectives around each."""
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from functional_ds import comm
 from functional_ds.base.torch_private import parameters_of
-from functional_ds.remat.entered import current_region
+from functional_ds.remat.entered import current_region, owner_of
 from functional_ds.step.axes import SUMS_EXPERTS
 from functional_ds.step.pass_scope import Pass, current_pass
 
@@ -155,91 +154,87 @@ class TensorCalls:
 
     def run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a module."""
-        module = _owner_of(forward)
-        way, group = self._ways[module], self.group
+        module = owner_of(forward)
+        if module is None:
+            raise TypeError(
+                f"tensor_parallel: a module's forward is {forward!r}, not a method of it, so its params cannot be slices"
+            )
+        way = self._ways[module]
         if way.name == "tied":
             way = attrs.evolve(way, word=_tied(module))
         if way.first:
-            args, kwargs = _with_input(path, args, kwargs, lambda x: comm.scatter_to(x, group, dim=self._dim(x)))
+            args, kwargs = _with_input(path, args, kwargs, lambda x: comm.scatter_to(x, self.group, dim=self._dim(x)))
         if way.block:
-            args, kwargs = _with_input(path, args, kwargs, lambda x: comm.all_gather(x, group, dim=self._dim(x)))
-        with _attributes(module, _local(module, way, group.size)):
-            output = self._call(path, module, way, group, forward, args, kwargs)
-        return _with_output(output, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else output
+            args, kwargs = _with_input(path, args, kwargs, lambda x: comm.all_gather(x, self.group, dim=self._dim(x)))
+        with _attributes(module, _local(module, way, self.group.size)):
+            output = self._call(path, module, way, forward, args, kwargs)
+        return _with_output(output, lambda y: comm.gather_from(y, self.group, dim=self._dim(y))) if way.last else output
 
-    def _call(self, path: str, module: nn.Module, way: _Way, group: comm.Group, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, path: str, module: nn.Module, way: _Way, forward: Any, args: Any, kwargs: Any) -> Any:
         if way.word.cuts == "rows" and isinstance(module, nn.Embedding):
-            return self._embedding(module, group, forward, *args, **kwargs)
+            return self._embedding(module, forward, *args, **kwargs)
         if way.word.cuts in ("outputs", "rows", "features"):
-            return self._column(module, way, group, forward, *args, **kwargs)
+            return self._column(module, way, forward, *args, **kwargs)
         if way.word.cuts == "inputs":
-            return self._row(path, module, way, group, forward, *args, **kwargs)
+            return self._row(path, module, way, forward, *args, **kwargs)
         if way.name == "moe_tp_experts":
-            return self._experts(path, module, way, group, forward, *args, **kwargs)
+            return self._experts(path, module, way, forward, *args, **kwargs)
         if way.name == "moe_identity_expert":
-            args, kwargs = _with_input(path, args, kwargs, lambda x: x / group.size)
+            args, kwargs = _with_input(path, args, kwargs, lambda x: x / self.group.size)
         output = forward(*args, **kwargs)
         if way.name == "all_reduce":
-            return _with_output(output, lambda y: self._reduced(y, way, group))
+            return _with_output(output, lambda y: self._reduced(y, way))
         if way.rope:
             kept, rope = output.split([output.shape[-1] - way.rope, way.rope], -1)
-            return torch.cat([kept, shared(rope, group)], -1)
+            return torch.cat([kept, shared(rope, self.group)], -1)
         return output
 
     # -- the layers ------------------------------------------------------------------------------------------------------
 
-    def _column(self, module: nn.Module, way: _Way, group: comm.Group, forward: Any, x: Tensor) -> Tensor:
-        x = self._entered(x, way, group) if way.word.before == "copy" else x
+    def _column(self, module: nn.Module, way: _Way, forward: Any, x: Tensor) -> Tensor:
+        x = self._entered(x, way) if way.word.before == "copy" else x
         bias, outputs = getattr(module, "bias", None), _declared(module, "outputs")
         if not isinstance(module, nn.Linear) or bias is None or len(bias) == len(_own(module)):
             bias = None  # only a tied layer has a whole weight together with a slice
         y = _product(module, forward, x, biased=bias is None)
         if way.word.after == "gather" and y.shape[-1] != outputs:
-            y = comm.gather_from(y, group, dim=y.dim() - 1)
+            y = comm.gather_from(y, self.group, dim=y.dim() - 1)
             if outputs and y.shape[-1] % outputs == 0:  # one head on several ranks: each once
-                y = y.unflatten(-1, (group.size * outputs // y.shape[-1], y.shape[-1] // outputs, -1))[..., 0, :].flatten(-2)
+                heads = self.group.size * outputs // y.shape[-1], y.shape[-1] // outputs, -1
+                y = y.unflatten(-1, heads)[..., 0, :].flatten(-2)
         return y if bias is None else y + bias
 
-    def _row(self, path: str, module: nn.Module, way: _Way, group: comm.Group, forward: Any, x: Tensor) -> Tensor:
+    def _row(self, path: str, module: nn.Module, way: _Way, forward: Any, x: Tensor) -> Tensor:
         self.leave(current_pass())
         inputs = _own(module).shape[0 if is_transposed(module) else 1]
-        if group.size > 1 and inputs == _declared(module, "inputs"):  # of other params, which are whole
+        if self.group.size > 1 and inputs == _declared(module, "inputs"):  # of other params, which are whole
             return forward(x)  # type: ignore[no-any-return]
-        x = comm.scatter_to(x, group, dim=x.dim() - 1) if way.word.before == "split" else x
+        x = comm.scatter_to(x, self.group, dim=x.dim() - 1) if way.word.before == "split" else x
         if x.shape[-1] != inputs:
             raise ValueError(
-                f"plan: {path!r} is split by its inputs, {inputs} of {inputs * group.size} on each rank, and its input has "
-                f"{x.shape[-1]} features: let what makes them be split by its outputs, or use 'rowwise_split_input'"
+                f"plan: {path!r} is split by its inputs, {inputs} of {inputs * self.group.size} on each rank, and its input "
+                f"has {x.shape[-1]} features: let what makes them be split by its outputs, or use 'rowwise_split_input'"
             )
-        y = self._reduced(_product(module, forward, x, biased=False), way, group)
+        y = self._reduced(_product(module, forward, x, biased=False), way)
         bias = getattr(module, "bias", None)
         return y if bias is None else y + bias
 
-    def _embedding(self, module: nn.Embedding, group: comm.Group, forward: Any, ids: Tensor) -> Tensor:
+    def _embedding(self, module: nn.Embedding, forward: Any, ids: Tensor) -> Tensor:
         rows = _own(module).shape[0]
         if rows == module.num_embeddings:  # of other params, which are whole, or there is one rank
             return forward(ids)  # type: ignore[no-any-return]
-        index, inside = local_rows(ids, rows, group)
-        padding = None if module.padding_idx is None else module.padding_idx - group.rank * rows
+        index, inside = local_rows(ids, rows, self.group)
+        padding = None if module.padding_idx is None else module.padding_idx - self.group.rank * rows
         with _attributes(module, {"padding_idx": padding if padding is not None and 0 <= padding < rows else None}):
-            return summed(forward(index).masked_fill(~inside[..., None], 0), group)
+            return summed(forward(index).masked_fill(~inside[..., None], 0), self.group)
 
-    def _experts(
-        self,
-        path: str,
-        module: nn.Module,
-        way: _Way,
-        group: comm.Group,
-        forward: Any,
-        x: Tensor,
-        *routing: Tensor,
-    ) -> Tensor:
+    def _experts(self, path: str, module: nn.Module, way: _Way, forward: Any, x: Tensor, *routing: Tensor) -> Tensor:
         """Routing is (index, weights); none if the rows are weighted before, as in Llama 4."""
         after = [attribute for attribute in ("has_bias", "has_post_expert_norm") if getattr(module, attribute, False)]
-        if after and group.size > 1:
+        if after and self.group.size > 1:
             raise ValueError(
                 f"plan: {path!r} is 'moe_tp_experts' and has what is added or normed after the product ({after[0]}), which the "
-                f"sum over the {group.size} ranks would count {group.size} times: leave this entry out and use "
+                f"sum over the {self.group.size} ranks would count {self.group.size} times: leave this entry out and use "
                 "fds.moe.register_experts(), or leave the experts whole"
             )
         if way.sequence and not routing:
@@ -248,15 +243,15 @@ class TensorCalls:
                 "cannot be gathered: leave 'sequence_parallel' out of this plan"
             )
         if way.sequence:
-            given = tuple(comm.all_gather(tensor, group, dim=0) for tensor in (x, *routing))
+            given = tuple(comm.all_gather(tensor, self.group, dim=0) for tensor in (x, *routing))
         else:
-            x, *weights = comm.copy_to((x, *routing[1:]), group)
+            x, *weights = comm.copy_to((x, *routing[1:]), self.group)
             given = (x, *routing[:1], *weights)
         pass_ = current_pass()
         # A registered experts function need not sum over the same ranks again.
         with nullcontext() if pass_ is None else pass_.holding(SUMS_EXPERTS, True):
             output = forward(*given)
-        return self._reduced(output, way, group)
+        return self._reduced(output, way)
 
     # -- what they share --------------------------------------------------------------------------------------------------
 
@@ -264,10 +259,10 @@ class TensorCalls:
         """The dim of the sequence; rows of tokens have it first."""
         return self.sequence_dim if x.dim() > 2 else 0
 
-    def _reduced(self, y: Tensor, way: _Way, group: comm.Group) -> Tensor:
-        return comm.reduce_scatter(y, group, dim=self._dim(y)) if way.sequence else summed(y, group)
+    def _reduced(self, y: Tensor, way: _Way) -> Tensor:
+        return comm.reduce_scatter(y, self.group, dim=self._dim(y)) if way.sequence else summed(y, self.group)
 
-    def _entered(self, x: Tensor, way: _Way, group: comm.Group) -> Tensor:
+    def _entered(self, x: Tensor, way: _Way) -> Tensor:
         """The input of sliced layers. Consecutive layers with one input (queries, keys, values) share its collective.
 
         Along a split sequence the block has gathered it, and the gather's adjoint sums the gradients.
@@ -278,7 +273,7 @@ class TensorCalls:
         known = {} if pass_ is None else pass_.slots.setdefault(_SLOT, {})
         run = region, region is not None and region.replaying, torch.is_grad_enabled()
         if known.get("x") is not x or known.get("run") != run:
-            known.update(x=x, run=run, y=shared(x, group))
+            known.update(x=x, run=run, y=shared(x, self.group))
         return known["y"]  # type: ignore[no-any-return]
 
     def leave(self, pass_: Pass | None) -> None:
@@ -297,18 +292,6 @@ def _tied(module: nn.Module) -> Word:
         by_outputs, by_inputs = weight.shape[0] != module.out_features, weight.shape[1] != module.in_features
         return WORDS["colwise_gather_output"] if by_outputs else WORDS["rowwise_split_input"] if by_inputs else WHOLE
     return WHOLE
-
-
-def _owner_of(forward: Callable[..., Any]) -> nn.Module:
-    method: Any = forward
-    while isinstance(method, functools.partial):
-        method = method.args[-1]
-    owner = getattr(method, "__self__", None)
-    if not isinstance(owner, nn.Module):
-        raise TypeError(
-            f"tensor_parallel: a module's forward is {method!r}, not a method of it, so its params cannot be slices"
-        )
-    return owner
 
 
 def _own(module: nn.Module) -> Tensor:

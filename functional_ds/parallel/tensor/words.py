@@ -1,7 +1,7 @@
 """Plans of tensor parallelism: the words for how a layer is split, and which paths a plan's keys match."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -187,8 +187,4 @@ def plan_of(model: nn.Module) -> dict[str, str]:
         longer = [other for other in plan if other.endswith(f".{key}") and plan[other] == plan[key]]
         return all(any(fits(other, path) for other in longer) for path in known if fits(key, path))
 
-    return {key: word for key, word in plan.items() if _any(key, known) and not said_again(key)}
-
-
-def _any(key: str, paths: Iterable[str]) -> bool:
-    return any(fits(key, path) for path in paths)
+    return {key: word for key, word in plan.items() if any(fits(key, path) for path in known) and not said_again(key)}

@@ -34,21 +34,6 @@ class PriorityRule:
     split: bool
 
 
-def list_schedule(
-    microbatches: int, costs: Costs, placement: Sequence[int], limits: Sequence[float], rule: PriorityRule
-) -> Schedule | None:
-    """The schedule that a rule gives; None if it gets stuck, by the limits or the rule.
-
-    Args:
-        microbatches: how many.
-        costs: of each stage.
-        placement: the rank that holds each stage.
-        limits: each rank's bytes of activations.
-        rule: the priorities.
-    """
-    return _ListScheduler(costs, placement, limits, rule).run(microbatches)
-
-
 class _Rank:
     """A rank's row so far, its ready actions, and its memory."""
 
@@ -85,8 +70,14 @@ class _Rank:
         return Action(Kind.W, *self.weights.popleft()) if self.weights else None
 
 
-class _ListScheduler:
+class ListScheduler:
     """The ranks, the pending events, and the costs as lists, which are faster to index than arrays.
+
+    Args:
+        costs: of each stage.
+        placement: the rank that holds each stage.
+        limits: each rank's bytes of activations.
+        rule: the priorities.
 
     Attributes:
         needed: for each stage its activations and those of the rank's later stages, so that a micro-batch that has begun can
@@ -110,7 +101,7 @@ class _ListScheduler:
         ]
 
     def run(self, microbatches: int) -> Schedule | None:
-        """Processes the events; None if they end before all actions are done."""
+        """The schedule that the rule gives; None if it gets stuck, by the limits or the rule."""
         for microbatch in range(microbatches):
             self._release(Kind.F, 0, microbatch, 0.0)
         while self.events:
@@ -260,7 +251,7 @@ class _Search:
 
     def follow(self, rule: PriorityRule, microbatches: int) -> Schedule | None:
         """The list schedule of a rule."""
-        return list_schedule(microbatches, self.costs, self.best.placement, self.limits, rule)
+        return ListScheduler(self.costs, self.best.placement, self.limits, rule).run(microbatches)
 
     def _judge(self, schedule: Schedule) -> _Worth:
         timed = timeline(schedule, self.costs)

@@ -77,14 +77,12 @@ class Timeline:
     def makespan(self) -> float:
         """Seconds from time 0 to the end of the last action, reductions included."""
         last = float(self._end.max(initial=0.0))
-        reduces = [span.end for rank in self._with_reduces for span in self.spans(rank) if span.action.kind is Kind.REDUCE]
-        return max([last, *reduces])
-
-    @property
-    def _with_reduces(self) -> list[int]:
         if not np.any(np.asarray(self.costs.reduce)):
-            return []
-        return [rank for rank, row in enumerate(self.schedule.codes) if (kinds(row) == Kind.REDUCE).any()]
+            return last
+        spans = (
+            s for rank, row in enumerate(self.schedule.codes) if (kinds(row) == Kind.REDUCE).any() for s in self.spans(rank)
+        )
+        return max([last, *(span.end for span in spans if span.action.kind is Kind.REDUCE)])
 
     @property
     def bubble(self) -> float:

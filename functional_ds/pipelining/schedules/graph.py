@@ -1,6 +1,6 @@
 """Dependencies and start times of a schedule's compute actions, as arrays, for validate, lower and timeline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -52,14 +52,10 @@ class Graph:
 
     def where(self, node: int) -> tuple[int, int, Action]:
         """A node's rank, its place in that rank's row, and the action."""
-        return _where(self.schedule, self.rows, self.first, node)
-
-
-def _where(schedule: Schedule, rows: Sequence[Codes], first: Codes, node: int) -> tuple[int, int, Action]:
-    rank = int(np.searchsorted(first, node, "right")) - 1
-    index = node - int(first[rank])
-    place = int(np.flatnonzero(kinds(schedule.codes[rank]) <= max(COMPUTE))[index])
-    return rank, place, unpack(rows[rank][index : index + 1])[0]
+        rank = int(np.searchsorted(self.first, node, "right")) - 1
+        index = node - int(self.first[rank])
+        place = int(np.flatnonzero(kinds(self.schedule.codes[rank]) <= max(COMPUTE))[index])
+        return rank, place, unpack(self.rows[rank][index : index + 1])[0]
 
 
 def check_ids(schedule: Schedule) -> None:
@@ -128,36 +124,35 @@ def build_graph(schedule: Schedule, *, training: bool | None = None) -> Graph:
         first.append(first[-1] + len(chosen))
     offsets = np.array(first)
     backs = bool((table[_INPUT] >= 0).any() or (table[_WEIGHT] >= 0).any())
-    _check_complete(schedule, rows, offsets, table, training=backs if training is None else training)
     table[:, (0, -1)] = offsets[-1]  # nodes of the first stage, or backwards of the last, wait for nothing
     before = np.concatenate([_before(table, row, offsets[-1]) for row in rows])
     graph = Graph(schedule, tuple(rows), offsets, table, before)
+    _check_complete(graph, training=backs if training is None else training)
     _check_order(graph)
     return graph
 
 
-def _check_complete(schedule: Schedule, rows: Sequence[Codes], first: Codes, table: Codes, *, training: bool) -> None:
+def _check_complete(graph: Graph, *, training: bool) -> None:
     def refuse_missing(there: npt.NDArray[np.bool_], kind: Kind, why: str) -> None:
         if not there.all():
             stage, microbatch = (int(x) for x in np.argwhere(~there)[0])
-            raise ScheduleError(f"is missing; {why}", action=Action(kind, stage, microbatch), rank=schedule.placement[stage])
+            rank = graph.schedule.placement[stage]
+            raise ScheduleError(f"is missing; {why}", action=Action(kind, stage, microbatch), rank=rank)
 
-    forward, back, weight = table[:, 1:-1]
+    forward, back, weight = graph.table[:, 1:-1]
     refuse_missing(forward >= 0, Kind.F, "each stage forwards each micro-batch once")
     if not training:
         if (back >= 0).any() or (weight >= 0).any():
-            rank, place, action = _where(schedule, rows, first, int(np.maximum(back, weight).max()))
+            rank, place, action = graph.where(int(np.maximum(back, weight).max()))
             raise ScheduleError(
                 "is a backward; without training there are forwards only", action=action, rank=rank, place=place
             )
         return
-    split = np.zeros(int(first[-1]), bool)
-    for rank, row in enumerate(rows):
-        split[first[rank] : first[rank + 1]] = kinds(row) == Kind.I
+    split = np.concatenate([kinds(row) == Kind.I for row in graph.rows])
     split = split[back] if len(split) else back < 0
     twice = (weight >= 0) & (back >= 0) & ~split
     if twice.any():
-        rank, place, action = _where(schedule, rows, first, int(weight[twice].min()))
+        rank, place, action = graph.where(int(weight[twice].min()))
         full = Action(Kind.B, action.stage, action.microbatch)
         raise ScheduleError(f"is there again: {full} has done it; split it into I and W", action=action, rank=rank, place=place)
     refuse_missing((back >= 0) | (weight < 0), Kind.I, "the backward for weights builds on it")

@@ -1,5 +1,6 @@
 """``Schedule``: for each rank its actions in order, and which rank holds which stage."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, Literal
@@ -153,17 +154,9 @@ class Schedule:
         >>> list(lowered.steps(0))
         [(0F0,), (0SEND_F0, 0RECV_B0), (0B0,)]
         """
-        batch: list[Action] = []
-        for action in self[rank]:
-            if action.kind in MESSAGES:
-                batch.append(action)
-                continue
-            if batch:
-                yield tuple(batch)
-                batch = []
-            yield (action,)
-        if batch:
-            yield tuple(batch)
+        for are_messages, adjacent in itertools.groupby(self[rank], lambda action: action.kind in MESSAGES):
+            actions = tuple(adjacent)
+            yield from [actions] if are_messages else ((action,) for action in actions)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, ascending."""

@@ -165,12 +165,23 @@ class Stages:
     def check(self, params: Any, batch: Any) -> tuple[Any, ...]:
         """Runs the stages on tensors without values; returns each stage's output on the device "meta".
 
-        If a stage needs values (a loop over data), all stages run on the real tensors.
+        If a stage needs values (a loop over data), all stages run on the real tensors. Meta tensors represent tensors on the
+        others' device.
 
         Raises:
             ValueError: a stage does not accept the previous stage's output; names the stage, the shapes and the reason.
         """
-        return check_shapes([(stage.name, stage.run) for stage in self.stages], self.by_path(params), batch)
+        held, mode = self.by_path(params), FakeTensorMode(allow_non_fake_inputs=True)
+        given = dict(held), batch, Key.of(0)
+        device = next((leaf.device for leaf in tree.leaves(given[:2]) if isinstance(leaf, Tensor) and not leaf.is_meta), "cpu")
+        faked = [mapped(lambda leaf: standing_for(leaf, mode, device), value) for value in given]
+        try:
+            with mode:
+                sent = _run_all(self.stages, *faked)
+        except NEEDS_VALUES:
+            with torch.no_grad():
+                sent = _run_all(self.stages, held, batch, Key.of(0))
+        return tuple(mapped(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), x) for x in sent)
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -198,7 +209,6 @@ class Stages:
         return "\n".join(lines)
 
 
-StageFunction = Callable[[Mapping[str, Tensor], Any, Any, Key | None], Any]
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
@@ -223,32 +233,6 @@ class OnesReadMode(FakeTensorMode):
             raise
 
 
-def check_shapes(stages: Sequence[tuple[str, StageFunction]], params: Mapping[str, Tensor], batch: Any) -> tuple[Any, ...]:
-    """Each stage's output, as tensors on the device "meta".
-
-    If a stage needs values, all stages run on the real tensors. Meta tensors represent tensors on the others' device.
-
-    Args:
-        stages: each stage's name and function.
-        params: all leaves by path.
-        batch: what the stages run on.
-
-    Raises:
-        ValueError: a stage does not accept the previous stage's output.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    given = dict(params), batch, Key.of(0)
-    device = next((leaf.device for leaf in tree.leaves(given[:2]) if isinstance(leaf, Tensor) and not leaf.is_meta), "cpu")
-    faked = [mapped(lambda leaf: standing_for(leaf, mode, device), value) for value in given]
-    try:
-        with mode:
-            sent = _run_all(stages, *faked)
-    except NEEDS_VALUES:
-        with torch.no_grad():
-            sent = _run_all(stages, params, batch, Key.of(0))
-    return tuple(mapped(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), x) for x in sent)
-
-
 def standing_for(leaf: Tensor, mode: FakeTensorMode, device: torch.device | str) -> Tensor:
     """A fake tensor; for a meta tensor one on a device, because a forward may ask for its device."""
     if not leaf.is_meta:
@@ -263,13 +247,11 @@ def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     return tree.map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def _run_all(
-    stages: Sequence[tuple[str, StageFunction]], params: Mapping[str, Tensor], batch: Any, key: Key
-) -> tuple[Any, ...]:
+def _run_all(stages: Sequence[Stage], params: Params, batch: Any, key: Key) -> tuple[Any, ...]:
     x, sent = None, []
-    for index, (name, run) in enumerate(stages):
+    for index, stage in enumerate(stages):
         try:
-            y = run(params, x, batch, key)
+            y = stage.run(params, x, batch, key)
             if index == len(stages) - 1:
                 weigh(y[0] if isinstance(y, tuple) else y, "the loss")
             else:
@@ -279,7 +261,7 @@ def _run_all(
             raise
         except Exception as error:
             source = f"the batch, {shown(batch)}" if index == 0 else f"what stage {index - 1} gives, {shown(x)}"
-            raise ValueError(f"stage {index} ({name}) cannot take {source}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"stage {index} ({stage.name}) cannot take {source}: {type(error).__name__}: {error}") from error
         x = y
     return tuple(sent)
 

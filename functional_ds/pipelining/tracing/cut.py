@@ -21,7 +21,7 @@ from functional_ds.step.axes import for_shapes
 
 from .program import Arguments, ModuleCall, Program, StageProgram, tensors_in, torch_modes
 from .split import balanced_split, candidates, modules_around, named_split, split_program
-from .tracer import trace_forward
+from .tracer import ForwardTracer
 
 _CAPACITY = 256  # programs; the cache is emptied when a run's batches have more shapes than this
 
@@ -103,7 +103,7 @@ class ProgramCache:
 
         module = self.apply.dressed(parameters, empty)
         args, kwargs = arguments.replaced(tensors)
-        return trace_forward(module, args, kwargs, mode=mode, opened=self.opened, constants=constants)
+        return ForwardTracer(module, mode, self.opened, constants).run(args, kwargs)
 
     def _signature(self, params: Params, arguments: Arguments) -> Any:
         """Everything that a program depends on."""

@@ -49,11 +49,6 @@ class FunctionCalls(TorchFunctionMode):
         return self.called(func, args, kwargs or {})
 
 
-def unobserved() -> Any:
-    """A context in which torch functions run without ``FunctionCalls``."""
-    return disable_torch_function()
-
-
 class OperatorLog(TorchDispatchMode):
     """Records what the operators of one call read and write.
 
@@ -75,7 +70,7 @@ class OperatorLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with unobserved():
+        with disable_torch_function():
             self._note(func, args, kwargs)
             return func(*args, **kwargs)
 

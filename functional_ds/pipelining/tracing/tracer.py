@@ -24,12 +24,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from functional_ds.base.torch_private import FakeTensor, FakeTensorMode
+from functional_ds.base.torch_private import FakeTensor, FakeTensorMode, disable_torch_function
 from functional_ds.base.tree import setting
 from functional_ds.comm.record.group import call_site
 from functional_ds.pipelining.stages.stages import NEEDS_VALUES
 
-from .interception import FunctionCalls, OperatorLog, intercept, no_checkpoint, storage_number, under_checkpoint, unobserved
+from .interception import FunctionCalls, OperatorLog, intercept, no_checkpoint, storage_number, under_checkpoint
 from .program import (
     Instruction,
     ModuleCall,
@@ -37,7 +37,6 @@ from .program import (
     Program,
     Template,
     TensorSource,
-    TorchModes,
     make_template,
     opaque_holder,
     tensors_in,
@@ -47,34 +46,6 @@ from .program import (
 
 class NotConstant(Exception):
     """A tensor that was traced as a constant depends on the arguments or on random numbers."""
-
-
-def trace_forward(
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    mode: FakeTensorMode,
-    opened: frozenset[str],
-    constants: bool,
-) -> Program:
-    """The program of ``module(*args, **kwargs)``.
-
-    With ``constants``, what depends on no input, parameter or buffer has its values (``torch.arange``, and masks made of it),
-    and a forward may branch on them.
-
-    Args:
-        module: a copy for this call only, with tensors of ``mode`` for parameters and buffers; its classes are changed.
-        args, kwargs: the arguments, with tensors of ``mode``.
-        mode: the mode of the tensors without values.
-        opened: paths of modules whose forward is traced call by call; every other module is one instruction.
-        constants: whether constants have values.
-
-    Raises:
-        NotConstant: a constant's values depend on arguments or random numbers; trace again without ``constants``.
-        ValueError: the forward does what a stage cannot repeat; names the line.
-    """
-    return _Tracer(module, mode, opened, constants).run(args, kwargs)
 
 
 @attrs.define(eq=False)
@@ -127,8 +98,18 @@ class _TensorTable:
         return number
 
 
-class _Tracer:
-    """One trace: the program so far."""
+class ForwardTracer:
+    """One trace of a module's forward: the program so far.
+
+    With ``constants``, what depends on no input, parameter or buffer has its values (``torch.arange``, and masks made of it),
+    and a forward may branch on them.
+
+    Args:
+        module: a copy for this call only, with tensors of ``mode`` for parameters and buffers; its classes are changed.
+        mode: the mode of the tensors without values.
+        opened: paths of modules whose forward is traced call by call; every other module is one instruction.
+        constants: whether constants have values.
+    """
 
     def __init__(self, module: nn.Module, mode: FakeTensorMode, opened: frozenset[str], constants: bool) -> None:
         self.module, self.mode, self.opened, self.constants = module, mode, opened, constants
@@ -145,7 +126,12 @@ class _Tracer:
         self.lasting = set(self.table.storages)  # they outlive the forward
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        """Runs the forward; returns its program."""
+        """Runs the forward on these arguments, with tensors of ``mode``; returns its program.
+
+        Raises:
+            NotConstant: a constant's values depend on arguments or random numbers; trace again without ``constants``.
+            ValueError: the forward does what a stage cannot repeat; names the line.
+        """
         for place, (_, tensor) in enumerate(tensors_in((tuple(args), dict(kwargs)))):
             self.table.add(tensor, TensorSource("input", place))
         self.device = self.table.tensors[0].device.type if self.table.tensors else "cpu"
@@ -211,48 +197,29 @@ class _Tracer:
 
     def _record(self, target: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Runs a call; appends an instruction if it made a tensor or wrote into one."""
-        with unobserved():
+        with disable_torch_function():
             modes = torch_modes(self.device)
             arguments = [self._number(tensor, f"{_name(target)}'s argument") for _, tensor in tensors_in((args, kwargs))]
         self.operators.clear()
         with setting(self, inside=True):
             result = call()
-        with unobserved():
+        with disable_torch_function():
             results = {id(t): (place, t) for place, t in tensors_in(result) if self.table.number(t) is None}
             writes = self.table.in_storages(self.operators.written)
             if results or writes:
-                self._append(target, args, kwargs, list(results.values()), writes, modes)
+                template, reads = self._arguments(target, args, kwargs)
+                pure = self.operators.pure and not (self.operators.written & self.lasting)
+                if self.constants:
+                    self._refuse_not_constant(pure, reads, [*(t for _, t in results.values()), *map(self._tensor, writes)])
+                self._refuse_written_constants(writes)
+                made = tuple((self.table.add(tensor), place) for place, tensor in results.values())
+                checkpointed = under_checkpoint(_name(target))
+                self.instructions.append(
+                    Instruction(target, template, made, reads, writes, pure, modes, checkpointed, call_site())
+                )
             for number in {*arguments, *writes}:
                 self.table.requires_grad[number] = self.table.tensors[number].requires_grad
         return result
-
-    def _append(
-        self,
-        target: Any,
-        args: Any,
-        kwargs: Any,
-        results: Sequence[tuple[int, Tensor]],
-        writes: frozenset[int],
-        modes: TorchModes,
-    ) -> None:
-        template, reads = self._arguments(target, args, kwargs)
-        pure = self.operators.pure and not (self.operators.written & self.lasting)
-        if self.constants:
-            self._refuse_not_constant(pure, reads, [*(tensor for _, tensor in results), *map(self._tensor, writes)])
-        self._refuse_written_constants(writes)
-        self.instructions.append(
-            Instruction(
-                target=target,
-                args=template,
-                results=tuple((self.table.add(tensor), place) for place, tensor in results),
-                reads=reads,
-                writes=writes,
-                pure=pure,
-                modes=modes,
-                checkpointed=under_checkpoint(_name(target)),
-                site=call_site(),
-            )
-        )
 
     def _arguments(self, target: Any, args: Any, kwargs: Any) -> tuple[Template, frozenset[int]]:
         """The arguments with numbers for tensors, and these numbers. A tensor whose values were not read gets a stand-in."""

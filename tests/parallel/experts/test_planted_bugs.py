@@ -90,13 +90,13 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     GATHERED: [
         Bug(
             "every rank has the first experts",
-            "parallel.experts.token_exchange:_ExchangeByGather.start.rest",
-            "group.rank * len(counts)",
+            "parallel.experts.token_exchange:_Exchange._of_local_experts",
+            "self.group.rank * len(counts)",
             "0",
         ),
         Bug(
             "others' choices are computed",
-            "parallel.experts.token_exchange:_ExchangeByGather.start.rest",
+            "parallel.experts.token_exchange:_Exchange._of_local_experts",
             "(local >= 0) & (local < len(counts))",
             "local < len(counts)",
             shows=Exception,
@@ -252,7 +252,7 @@ BUGS: dict[Callable[[], None], list[Bug]] = {
     OVER_TP: [
         Bug(
             "gradients by rows are partial over tp",
-            "parallel.experts.mlp:gated_mlp.run",
+            "parallel.experts.mlp:mlp.run",
             "rows if tp is None else comm.copy_to(rows, tp)",
             "rows",
         )

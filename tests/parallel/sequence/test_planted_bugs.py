@@ -239,8 +239,8 @@ BUGS: dict[tuple[Callable[..., None], *tuple[Any, ...]], list[Bug]] = {
         Bug(
             "a model's scale is ignored",
             "parallel.sequence.hugging_face:_attention.forward",
-            "way(axis)(query, key, value, scale=scaling, **_arguments(mask, axis))",
-            "way(axis)(query, key, value, scale=1.0, **_arguments(mask, axis))",
+            "way(axis)(query, key, value, scale=scaling, causal=mask.causal, window=window)",
+            "way(axis)(query, key, value, scale=1.0, causal=mask.causal, window=window)",
         ),
     ],
     (refusals,): [

@@ -170,8 +170,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "the list's last layer does not gather",
             "parallel.tensor.module_calls:TensorCalls.run",
-            "_with_output(output, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if way.last else output",
-            "_with_output(output, lambda y: comm.gather_from(y, group, dim=self._dim(y))) if False else output",
+            "_with_output(output, lambda y: comm.gather_from(y, self.group, dim=self._dim(y))) if way.last else output",
+            "_with_output(output, lambda y: comm.gather_from(y, self.group, dim=self._dim(y))) if False else output",
         ),
         Bug(
             "norms on a part of the sequence are replicated",
@@ -198,8 +198,8 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
         Bug(
             "the routing's gradients are not summed",
             "parallel.tensor.module_calls:TensorCalls._experts",
-            "x, *weights = comm.copy_to((x, *routing[1:]), group)",
-            "x, weights = (comm.copy_to(x, group), routing[1:])",
+            "x, *weights = comm.copy_to((x, *routing[1:]), self.group)",
+            "x, weights = (comm.copy_to(x, self.group), routing[1:])",
         ),
     ],
     (sends, "llama kv2", False): [

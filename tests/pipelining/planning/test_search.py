@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functional_ds.pipelining import Costs, by_name, optimize, stage_to_rank, timeline, validate
-from functional_ds.pipelining.planning.search import PriorityRule, list_schedule
+from functional_ds.pipelining.planning.search import ListScheduler, PriorityRule
 from tests.pipelining.planning.test_timeline import drawn
 
 
@@ -51,10 +51,10 @@ def test_a_placement_without_a_name() -> None:
 
 def test_rules_are_kept() -> None:
     """No more in flight than allowed; a rule that comes to a halt gives None."""
-    found = list_schedule(6, Costs(), (0, 1, 2), [float("inf")] * 3, PriorityRule((2, 1, 1), (0, 0, 0), True))
+    found = ListScheduler(Costs(), (0, 1, 2), [float("inf")] * 3, PriorityRule((2, 1, 1), (0, 0, 0), True)).run(6)
     assert found is not None
     validate(found, in_flight=(2, 1, 1))
-    assert list_schedule(6, Costs(), (0, 1, 2), [0.5] * 3, PriorityRule((2, 1, 1), (0, 0, 0), True)) is None
+    assert ListScheduler(Costs(), (0, 1, 2), [0.5] * 3, PriorityRule((2, 1, 1), (0, 0, 0), True)).run(6) is None
 
 
 def test_limits_that_nothing_keeps() -> None:
