@@ -16,6 +16,7 @@ from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.compiling import JitWarning, StepGraph
 from functional_ds.compiling.graphs.graph_collectives import START, WAIT
+from tests.compiling.test_graph_live import counted
 from tests.planting import Bug, planted
 
 WIDTH = 4
@@ -403,3 +404,19 @@ def test_a_pipelines_graph() -> None:
     for text, messages in comm.simulate(program, world_size=2):
         assert text.count("start transfer on world") == messages == 4
         assert "forward:" in text
+
+
+@pytest.mark.law(58)
+@pytest.mark.parametrize("name", ["1F1B", "ZB-V"])
+def test_a_run_holds_what_is_counted(name: str) -> None:
+    """What a rank sends is in memory until it has arrived, and the message's result takes none."""
+
+    def program() -> list[Any]:
+        schedule = SCHEDULES[name]
+        model, params = cut(schedule.stages)
+        step = fds.jit(T.pipeline(schedule, model)(fds.train_step(model, fds.sgd(0.1))))
+        state, _ = step(step.init(params), rows(6))
+        return counted(step.graph(state, rows(6)), state, rows(6))
+
+    for told in comm.simulate(program, world_size=SCHEDULES[name].ranks):
+        assert [(node, size) for node, size, *_ in told] == [(node, held) for node, *_, held, _ in told]
