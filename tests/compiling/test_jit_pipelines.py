@@ -38,6 +38,13 @@ class Block(nn.Module):
         return y
 
 
+def frozen(stages: int) -> tuple[pp.Stages, Any]:
+    """No gradients go back to the first stage."""
+    params = [{"w": torch.eye(WIDTH) + i / 8} for i in range(stages)]
+    params[0]["w"] = fds.freeze(params[0]["w"])
+    return pp.stages([lambda p, x: torch.tanh(x @ p["w"])] * stages, params, loss=error), params
+
+
 def error(y: Tensor, batch: Any) -> Tensor:
     return (y - batch[1]).square().mean()
 
@@ -138,6 +145,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shared leaves": {"before": [zero(1)], "make": sharing},
     "shared leaves, split": {"schedule": pp.zbv(2, 4), "make": sharing},
     "draws": {"make": dropping},
+    "no gradients for a stage": {"make": frozen},
     "regions": {"schedule": pp.zb_h1(2, 3), "backend": "aot_eager"},
 }
 
@@ -168,6 +176,25 @@ def test_with_other_transforms(name: str) -> None:
     for found, expected in comm.simulate(program, world_size=(2 if "before" in case else 1) * case["schedule"].ranks):
         assert found[2] == []
         assert_same(found, expected)
+
+
+@pytest.mark.law(58)
+def test_modes_of_modules() -> None:
+    """Another mode is another graph."""
+
+    def program(jits: bool) -> list[float]:
+        model, params = dropping(2)
+        step: Any = T.pipeline(pp.one_f_one_b(2, 2), model)(fds.train_step(model, fds.sgd(0.1)))
+        step = fds.jit(step) if jits else step
+        state, losses = step.init(params), []
+        for i in range(8):
+            assert model.apply is not None
+            model.apply.module.train(i // 2 % 2 == 0)
+            state, metrics = step(state, rows(4, i))
+            losses.append(metrics["loss"].item())
+        return losses
+
+    assert comm.simulate(program, True, world_size=2) == comm.simulate(program, False, world_size=2)
 
 
 @pytest.mark.law(58)
