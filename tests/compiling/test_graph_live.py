@@ -61,7 +61,7 @@ class Measuring(fx.Interpreter):
                 self.units += [weakref.ref(storage) for storage in storages]
         alive = {key: ref() for key, ref in self.made.items() if ref() is not None}
         self.found[n] = sum(s.nbytes() for s in alive.values() if s is not None), sum(ref() is not None for ref in self.units)
-        return found
+        return found if n.users or n.op == "output" else None  # as the graph's code, which keeps no value that is not used
 
 
 def hpz(**options: Any) -> Any:
