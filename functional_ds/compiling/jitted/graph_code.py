@@ -88,7 +88,7 @@ def _carried_out(graph: fx.Graph, sites: Sequence[CallSite]) -> fx.Graph:
     for node in graph.nodes:
         if starts := batches.get(node):
             if node is starts[-1]:
-                given = [[known[x] for x in start.args[0]] for start in starts]
+                given = [fx.map_arg(start.args[0], known.__getitem__) for start in starts]
                 handles = new.call_function(batch_starter_of([sites[site_of(start)] for start in starts]), (given,))
                 known.update({start: new.call_function(operator.getitem, (handles, i)) for i, start in enumerate(starts)})
             continue
