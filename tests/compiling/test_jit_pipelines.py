@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import functional_ds as fds
-from functional_ds import comm, compiling
+from functional_ds import comm, compiling, moe
 from functional_ds import pipelining as pp
 from functional_ds import transforms as T
 from functional_ds.comm.table.errors import DeadlockError
@@ -44,6 +44,18 @@ def frozen(stages: int) -> tuple[pp.Stages, Any]:
     params = [{"w": torch.eye(WIDTH) + i / 8} for i in range(stages)]
     params[0]["w"] = fds.freeze(params[0]["w"])
     return pp.stages([lambda p, x: torch.tanh(x @ p["w"])] * stages, params, loss=error), params
+
+
+def routed(p: Any, x: Tensor) -> Tensor:
+    routing = moe.route(x @ p["router"].T, 2)
+    return x + moe.exchange(moe.mlp(p["up"], p["down"]), x, routing=routing)
+
+
+def experts(stages: int) -> tuple[pp.Stages, Any]:
+    draws = torch.Generator().manual_seed(0)
+    shapes = {"router": (4, WIDTH), "up": (4, 8, WIDTH), "down": (4, WIDTH, 8)}
+    params = [{name: torch.randn(shape, generator=draws) / 4 for name, shape in shapes.items()} for _ in range(stages)]
+    return pp.stages([routed] * stages, params, loss=error), params
 
 
 def error(y: Tensor, batch: Any) -> Tensor:
@@ -147,6 +159,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shared leaves, split": {"schedule": pp.zbv(2, 4), "make": sharing},
     "draws": {"make": dropping},
     "no gradients for a stage": {"make": frozen},
+    "experts": {"make": experts},
     "regions": {"schedule": pp.zb_h1(2, 3), "backend": "aot_eager"},
 }
 
@@ -381,13 +394,14 @@ def test_a_bug_is_seen(law: Callable[[], Any], bug: Bug) -> None:
     [
         ({"before": [zero(3)], "resident": 1}, "frees params of stages before the step ends"),
         ({"make": dropping, "behind": [lambda: T.remat("*")]}, "the backward pass draws random numbers anew"),
+        ({"make": experts, "schedule": pp.zb_h1(4, 2)}, "a schedule splits the backward pass of an exchange of experts' rows"),
     ],
-    ids=["resident", "recomputed draws"],
+    ids=["resident", "recomputed draws", "experts"],
 )
 def test_what_stays_eager_says_why(case: dict[str, Any], reason: str) -> None:
     def program() -> tuple[Told, Told]:
-        schedule = pp.interleaved_one_f_one_b(2, 2, v=2)
-        return trained(schedule, True, **case), trained(schedule, False, **case)
+        given = {"schedule": pp.interleaved_one_f_one_b(2, 2, v=2), "counts": (6, 6, 6)} | case
+        return trained(jits=True, **given), trained(jits=False, **given)
 
     for found, expected in comm.simulate(program, world_size=4):
         assert found[2]
