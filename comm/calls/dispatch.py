@@ -130,7 +130,7 @@ def _finish(started: Sequence[StartedCall], group: Group) -> list[list[Tensor]]:
 
 def _carry_out_transposed(calls: Sequence[Transposed], group: Group) -> list[list[Tensor]]:
     """Results of the transposes of calls that were started together; they too are started together."""
-    with group.world.batch():
+    with recorder().batch(group.world):
         started = [start_call(call, xs, group, beside=len(calls) > 1, transposed=site) for call, xs, site in calls]
     return _finish(started, group)
 
@@ -189,7 +189,7 @@ def _start_calls(
 ) -> tuple[list[StartedCall], list[optree.PyTreeSpec]]:
     """Starts calls, each on the leaves of its tree; returns them and the trees' structures."""
     several, started, specs = len(calls) > 1, [], []
-    with group.world.batch() if several else _NOTHING:
+    with recorder().batch(group.world) if several else _NOTHING:
         for call, tree in calls:
             leaves, spec = flatten(call.title(group.rank)[0], tree)
             started.append(start_call(call, leaves, group, beside=early or several, early=early))

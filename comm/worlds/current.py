@@ -42,6 +42,10 @@ class CallRecorder:
         """Labels the collectives inside the block, and the operations around them."""
         return nullcontext()
 
+    def batch(self, world: World) -> AbstractContextManager[None]:
+        """Makes the messages that are started inside the block one batch."""
+        return world.batch()
+
     def recomputing(self) -> AbstractContextManager[None]:
         """Marks the block as recomputation, which must not be merged with the first computation."""
         return nullcontext()
@@ -50,7 +54,7 @@ class CallRecorder:
         """Hides the block's operations from dispatch modes, so that no other recorder takes them; a graph has them as nodes."""
         return nullcontext() if self.records else disable_dispatch_modes()
 
-    def gathers(self, gathering: UnitGathering) -> None:
+    def gathers(self, gathering: UnitGathering | None) -> None:
         """Notes how units of params are gathered."""
 
     def ran(self, module: Any) -> None:

@@ -32,6 +32,7 @@ class Trait(Enum):
     OFFLOADS = auto()  # moves params, slots or the optimizer's state off the device
     RESIDENT_SLOT = auto()  # its slot must stay on the device
     CASTS = auto()  # stores params in another dtype than the optimizer updates
+    MARKS = auto()  # changes nothing, and notes which phase is traced
     HEEDS_SKIPS = auto()  # handles steps that a loss scale skips: update and slot change only as they must
 
 

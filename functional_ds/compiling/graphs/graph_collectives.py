@@ -7,7 +7,7 @@ again, which keeps their memory until then.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,11 +18,14 @@ from torch import Tensor, fx
 from functional_ds.base.tree import setting
 from functional_ds.comm.calls.dispatch import outline, start_call
 from functional_ds.comm.record.graph_notes import TraceNotes, UnitGathering
-from functional_ds.comm.record.group import Group
+from functional_ds.comm.record.group import Group, World
 from functional_ds.comm.table.collective import Call, CallContext, Handle
+from functional_ds.comm.table.rooted_rows import nothing
 from functional_ds.comm.worlds.current import CallRecorder
 
 from .graph_nodes import RECOMPUTED, UNIT, tagged
+
+CallSequence = tuple[str, tuple[int, ...], Hashable]  # a group's name, the ranks that take part, the key of messages
 
 
 @attrs.frozen(eq=False)
@@ -35,8 +38,9 @@ class CallSite:
         beside: whether it runs concurrently with others.
         early: whether the program continues before it waits.
         label: what it carries, such as the name of a unit; may be empty.
-        turn: its number among its group's collectives in the program. Copies have the same one, and no pass changes it, so
-            ranks can check that they start the same ones.
+        turn: its number among those of its sequence in the program. Copies have the same one, and no pass changes it, so ranks
+            can check that they start the same ones.
+        batch: a number that the messages of one batch have in common; 0 for other calls.
     """
 
     call: Call
@@ -45,11 +49,23 @@ class CallSite:
     early: bool
     label: str = ""
     turn: int = 0
+    batch: int = 0
 
     @property
     def name(self) -> str:
         """The collective's name."""
         return self.call.collective.name
+
+    @property
+    def sends(self) -> bool:
+        """Whether it is a message from this rank, whose result is zeros that take no memory."""
+        return self.call.collective.is_message and self.call.options["src"] == self.group.rank
+
+
+def sequence_of(call: Call, group: Group) -> CallSequence:
+    """What all members of a call make in one order."""
+    members = call.collective.members(call.options, group.size)
+    return group.name, tuple(group.ranks[place] for place in members), call.collective.order(call.options)
 
 
 @attrs.define(eq=False)
@@ -86,27 +102,29 @@ class GraphRecorder(CallRecorder):
     _label: str = ""
     _units: int = 0
     _recomputed: int = 0
-    _turns: Counter[tuple[str, tuple[int, ...]]] = attrs.field(factory=Counter)
+    _batch: int = 0
+    _batches: int = 0
+    _turns: Counter[CallSequence] = attrs.field(factory=Counter)
 
     def start(
         self, call: Call, leaves: Sequence[Tensor], group: Group, here: CallContext, *, beside: bool, early: bool
     ) -> Handle:
-        """Two nodes: one here, and one where the results are used.
-
-        Raises:
-            RuntimeError: it is a point-to-point message, which belongs to a batch.
-        """
-        if call.collective.order(call.options) != ():
-            raise RuntimeError(
-                f"{call.shown(group.rank)} is a message, and ranks must start theirs as one batch, not one by one"
-            )
-        turn = self._turns[group.name, group.ranks]
-        self._turns[group.name, group.ranks] += 1
+        """Two nodes: one here, and one where the results are used."""
+        sequence, batch = sequence_of(call, group), self._batch if call.collective.is_message else 0
+        turn = self._turns[sequence]
+        self._turns[sequence] += 1
         plain = attrs.evolve(call, out=None)  # which would be memory of the trace
-        self.sites.append(CallSite(plain, group, beside, early, self._label, turn))
+        self.sites.append(CallSite(plain, group, beside, early, self._label, turn, batch))
         xs, site = [leaf.detach() for leaf in leaves], len(self.sites) - 1
         with carrying_out(self.sites):
             return _RecordedHandle(torch.ops.functional_ds.start(xs, site), xs, site)
+
+    @contextmanager
+    def batch(self, world: World) -> Iterator[None]:
+        """A context in which messages share one number, and a graph starts them together."""
+        self._batches += 1
+        with setting(self, _batch=self._batches):
+            yield
 
     @contextmanager
     def labelled(self, name: str) -> Iterator[None]:
@@ -122,7 +140,7 @@ class GraphRecorder(CallRecorder):
         self._recomputed += 1
         return tagged(RECOMPUTED, self._recomputed)
 
-    def gathers(self, gathering: UnitGathering) -> None:
+    def gathers(self, gathering: UnitGathering | None) -> None:
         """For graph passes that do the same."""
         self.notes.gathering = gathering
 
@@ -158,15 +176,35 @@ def starter_of(site: CallSite) -> Callable[[list[Tensor]], Handle]:
     return lambda xs: start_call(call, xs, group, beside=beside, early=early).handle
 
 
-def results_of(handle: Handle, xs: list[Tensor]) -> list[Tensor]:
-    """Waits for a collective that was started on tensors."""
-    return [_apart(result.contiguous(), xs) for result in handle.wait()]
+def batch_starter_of(sites: Sequence[CallSite]) -> Callable[[Sequence[list[Tensor]]], list[Handle]]:
+    """A function that starts messages together, each on tensors."""
+    starters, world = [*map(starter_of, sites)], sites[0].group.world
+
+    def start(batch: Sequence[list[Tensor]]) -> list[Handle]:
+        with world.batch():
+            return [starter(xs) for starter, xs in zip(starters, batch, strict=True)]
+
+    return start
+
+
+def waiter_of(site: CallSite) -> Callable[[Handle, list[Tensor]], list[Tensor]]:
+    """A function that waits for a collective that was started on tensors, and gives its results."""
+    if site.sends:
+        return lambda handle, xs: [nothing(x, x.shape) for x, _ in zip(xs, handle.wait(), strict=True)]
+    return lambda handle, xs: [_apart(result.contiguous(), xs) for result in handle.wait()]
 
 
 def _start(xs: list[Tensor], site: int) -> Tensor:
     sites, under_way = _HERE.run
+    if sites[site].batch and sites[site].group.world.in_launch_order(xs[0].device):
+        raise RuntimeError("where messages run in the order of their starts, a graph by itself batches none: call the step")
     under_way[site] = starter_of(sites[site])(xs)
     return torch.zeros((), dtype=torch.int64)
+
+
+def _wait(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
+    sites, under_way = _HERE.run
+    return waiter_of(sites[site])(under_way.pop(site), xs)
 
 
 def _apart(result: Tensor, xs: list[Tensor]) -> Tensor:
@@ -177,6 +215,8 @@ def _apart(result: Tensor, xs: list[Tensor]) -> Tensor:
 
 def _wait_fake(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
     call_site: CallSite = _HERE.run[0][site]
+    if call_site.sends:
+        return [nothing(x, x.shape) for x in xs]
     here = CallContext(call_site.call.options, call_site.group.rank, call_site.group.size)
     shapes = [outline(call_site.call, x, here) for x in xs]
     return [x.new_empty(shape.shape, dtype=shape.dtype) for x, shape in zip(xs, shapes, strict=True)]
@@ -185,9 +225,7 @@ def _wait_fake(token: Tensor, xs: list[Tensor], site: int) -> list[Tensor]:
 torch.library.define("functional_ds::start", "(Tensor[] xs, int site) -> Tensor")
 torch.library.define("functional_ds::wait", "(Tensor token, Tensor[] xs, int site) -> Tensor[]")
 torch.library.impl("functional_ds::start", "CompositeExplicitAutograd", _start)
-torch.library.impl(
-    "functional_ds::wait", "CompositeExplicitAutograd", lambda token, xs, site: results_of(_HERE.run[1].pop(site), xs)
-)
+torch.library.impl("functional_ds::wait", "CompositeExplicitAutograd", _wait)
 torch.library.register_fake("functional_ds::start", lambda xs, site: torch.empty((), dtype=torch.int64))
 torch.library.register_fake("functional_ds::wait", _wait_fake)
 START = torch.ops.functional_ds.start.default

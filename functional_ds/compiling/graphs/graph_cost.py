@@ -302,6 +302,11 @@ def graph_cost(
                     clock.compute(node, item, item.kind)
         elif node.target is START:
             site = sites[site_of(node)]
+            if site.call.collective.is_message:
+                raise ValueError(
+                    f"the step sends messages on {site.group.name!r}, as a pipeline does, and the graph of one rank does not "
+                    "say when other ranks send theirs: predict a pipeline by pipelining.timeline(schedule, costs)"
+                )
             xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
             clock.begin(node, site, xs)
         elif node.target is WAIT:

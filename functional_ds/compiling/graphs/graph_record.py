@@ -291,7 +291,7 @@ def _sizes(node: fx.Node, ends: Mapping[fx.Node, int], sites: Sequence[Any]) -> 
     for place, x in enumerate(value if isinstance(value, (list, tuple)) else [value]):
         if isinstance(x, Tensor):
             items = [user for user in node.users if _is_item(user) and user.args[1] == place]
-            yield x.numel() * x.element_size() + (kept if place else 0), max(ends[used] for used in (node, *items))
+            yield x.untyped_storage().nbytes() + (kept if place else 0), max(ends[used] for used in (node, *items))
 
 
 def _is_item(node: fx.Node) -> bool:

@@ -31,7 +31,7 @@ from .graph_record import StepGraph
 from .host_calls import carrier
 from .known_indices import KnownIndices
 
-_PHASES = {"view": "view", "loss": "forward", "gradients": "backward", "reduce": "reduce", "update": "update"}
+_PHASES = {"loss": "forward", "gradients": "backward", **{name: name for name in ("view", "forward", "reduce", "update")}}
 _OVER_RANKS = ("norm", "finite", "sync_buffers")
 
 
@@ -70,7 +70,7 @@ def trace(step: Step, state: State, batch: Any) -> StepGraph:
     """
     leaves, takes = tree.flatten((state, batch))
     marks: dict[str, Any] = {phase: _marking(tag) for phase, tag in _PHASES.items()}
-    marked = step.wrapped("jit", traits=[Trait.HEEDS_SKIPS], **marks)  # they change nothing
+    marked = step.wrapped("jit", traits=[Trait.HEEDS_SKIPS, Trait.MARKS], **marks)  # they change nothing
     over_ranks = {name: partial(_marking(name), step.over_ranks[name]) for name in _OVER_RANKS}
     marked = attrs.evolve(marked, over_ranks={**step.over_ranks, **over_ranks})
     recorder, gives, outputs = StepRecorder(), list[optree.PyTreeSpec](), list[list[Any]]()
@@ -166,10 +166,12 @@ def _refuse_late_draws(graph: fx.Graph) -> None:
 
 
 def _refuse_recomputed_calls(graph: fx.Graph) -> None:
-    """Raises an error for a recomputed call: its backward pass needs what its own forward pass saved."""
+    """Raises an error for a recomputed call, and for a backward pass in two parts: it needs, once, what its forward saved."""
     for node in graph.nodes:
         token = node.args[0] if node.target is RUN_BACKWARD else None
         kept = token is None or (token.target is operator.getitem and token.args[0].target is RUN)
+        if token is not None and sum(user.target is RUN_BACKWARD for user in token.users) > 1:
+            raise UntraceableError("a schedule splits the backward pass of an exchange of experts' rows, which no graph does")
         if not kept or (node.target is RUN and RECOMPUTED in node.meta):
             raise UntraceableError("an exchange of experts' rows is recomputed or offloaded, which no graph holds")
 

@@ -8,11 +8,9 @@ import attrs
 from torch import fx
 
 from functional_ds.comm.record.group import Group
-from functional_ds.comm.table.collective import CallContext
+from functional_ds.comm.table.collective import Call, CallContext
 from functional_ds.compiling.graphs.eager_calls import RUN_BACKWARD, eager_site
-from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, site_of
-
-GroupKey = tuple[str, tuple[int, ...]]
+from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSequence, CallSite, sequence_of, site_of
 
 
 @attrs.frozen
@@ -20,10 +18,10 @@ class CollectiveEvent:
     """A rank starts a collective, or waits for one.
 
     Attributes:
-        group: the index of its group in ``RankCollectives.groups``.
-        digest: of what must be equal on all ranks of the group; None for a wait.
+        group: the index of its sequence in ``RankCollectives.groups``.
+        digest: of what must be equal on all ranks that take part; None for a wait.
         does: the collective and what it carries.
-        number: which of the group's collectives it is.
+        number: its number in the sequence.
         holds: whether it blocks the rank until the others are there.
     """
 
@@ -40,17 +38,17 @@ class RankCollectives:
 
     Attributes:
         rank: of the world.
-        groups: by name and ranks.
+        groups: those, and pairs of ranks for messages: what has one order on all ranks that take part.
         events: in order.
     """
 
     rank: int
-    groups: list[GroupKey]
+    groups: list[CallSequence]
     events: list[CollectiveEvent]
 
-    def started(self) -> dict[GroupKey, list[CollectiveEvent]]:
-        """The starts, by group."""
-        by_group: dict[GroupKey, list[CollectiveEvent]] = {group: [] for group in self.groups}
+    def started(self) -> dict[CallSequence, list[CollectiveEvent]]:
+        """The starts, by sequence."""
+        by_group: dict[CallSequence, list[CollectiveEvent]] = {group: [] for group in self.groups}
         for event in self.events:
             if event.digest is not None:
                 by_group[self.groups[event.group]].append(event)
@@ -58,7 +56,7 @@ class RankCollectives:
 
 
 def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: int) -> RankCollectives:
-    """Those that all ranks of a group must start in one order.
+    """Those that all ranks that take part must start in one order.
 
     Args:
         nodes: of the graph, in order.
@@ -66,11 +64,11 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         rank: of the world.
     """
     collectives = RankCollectives(rank, [], [])
-    counts: dict[GroupKey, int] = {}
+    counts: dict[CallSequence, int] = {}
     under_way: dict[int, CollectiveEvent] = {}
 
-    def begin(group: Group, agreement: Any, does: str, *, holds: bool) -> CollectiveEvent:
-        key = (group.name, group.ranks)
+    def begin(call: Call, group: Group, agreement: Any, does: str, *, holds: bool) -> CollectiveEvent:
+        key = sequence_of(call, group)
         if key not in counts:
             collectives.groups.append(key)
         number = counts[key] = counts.get(key, -1) + 1
@@ -85,17 +83,16 @@ def rank_collectives(nodes: Sequence[fx.Node], sites: Sequence[CallSite], rank: 
         eager = eager_site(node, sites)
         for inner in [] if eager is None else eager.inner(backward=node.target is RUN_BACKWARD):
             if inner.group.size > 1:
-                begin(inner.group, inner.agreement, f"{inner.call.collective.name} in an exchange of rows", holds=True)
+                does = f"{inner.call.collective.name} in an exchange of rows"
+                begin(inner.call, inner.group, inner.agreement, does, holds=True)
         if node.target is not START:
             continue
         site, group = sites[site_of(node)], sites[site_of(node)].group
-        if len(site.call.collective.members(site.call.options, group.size)) < group.size:
-            continue
         here = CallContext(site.call.options, group.rank, group.size)
         xs = [x.meta["val"] for x in node.args[0]]  # type: ignore[union-attr]
         agreement = site.call.agreement(xs, here), site.label, site.turn
         does = f"{site.call.signature(xs, here)}{f' for {site.label!r}' if site.label else ''}"
-        under_way[site_of(node)] = begin(group, agreement, does, holds=not site.beside)
+        under_way[site_of(node)] = begin(site.call, group, agreement, does, holds=not site.beside)
     return collectives
 
 
@@ -127,7 +124,7 @@ def _different(group: str, mine: tuple[int, Sequence[CollectiveEvent]], theirs: 
 def _deadlock(told: Sequence[RankCollectives]) -> str:
     """Runs the events of all ranks, each as far as it can."""
     there = {report.rank for report in told}
-    arrived: dict[tuple[GroupKey, int], set[int]] = {}
+    arrived: dict[tuple[CallSequence, int], set[int]] = {}
     places, going = [0] * len(told), True
     while going:
         going = False

@@ -12,8 +12,16 @@ from torch import Tensor, fx, nn
 
 from functional_ds.base.torch_private import quick_call_of
 from functional_ds.compiling.graphs.eager_calls import RUN, RUN_BACKWARD
-from functional_ds.compiling.graphs.graph_collectives import START, WAIT, CallSite, results_of, site_of, starter_of
-from functional_ds.compiling.graphs.graph_nodes import OPERATOR, base_of, is_view
+from functional_ds.compiling.graphs.graph_collectives import (
+    START,
+    WAIT,
+    CallSite,
+    batch_starter_of,
+    site_of,
+    starter_of,
+    waiter_of,
+)
+from functional_ds.compiling.graphs.graph_nodes import OPERATOR, base_of, is_view, written_by
 from functional_ds.compiling.graphs.host_calls import HOST
 
 _QUICK: dict[Any, Callable[..., Any]] = {  # the same operators by torch's own parser of arguments, which is faster
@@ -76,17 +84,36 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 def _carried_out(graph: fx.Graph, sites: Sequence[CallSite]) -> fx.Graph:
     """The graph with calls of its sites' operations instead of their numbers."""
-    new, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    new, known, batches = fx.Graph(), dict[fx.Node, fx.Node](), _batches(graph, sites)
     for node in graph.nodes:
+        if starts := batches.get(node):
+            if node is starts[-1]:
+                given = [fx.map_arg(start.args[0], known.__getitem__) for start in starts]
+                handles = new.call_function(batch_starter_of([sites[site_of(start)] for start in starts]), (given,))
+                known.update({start: new.call_function(operator.getitem, (handles, i)) for i, start in enumerate(starts)})
+            continue
         copy = known[node] = new.node_copy(node, known.__getitem__)
         if node.target is START:
             copy.target, copy.args = starter_of(sites[site_of(node)]), copy.args[:1]
         elif node.target is WAIT:
-            copy.target, copy.args = results_of, copy.args[:2]
+            copy.target, copy.args = waiter_of(sites[site_of(node)]), copy.args[:2]
         elif node.target in (RUN, RUN_BACKWARD, HOST):
             site: Any = sites[int(str(node.args[-1]))]
             copy.target, copy.args = site.run_backward if node.target is RUN_BACKWARD else site.run, copy.args[:-1]
     return new
+
+
+def _batches(graph: fx.Graph, sites: Sequence[CallSite]) -> dict[fx.Node, list[fx.Node]]:
+    """By start of a message: the starts of its batch, with no other call of ranks or write between them."""
+    by_start, batch, now = dict[fx.Node, list[fx.Node]](), list[fx.Node](), 0
+    for node in graph.nodes:
+        number = sites[site_of(node)].batch if node.target is START else 0
+        if number != now and (node.target in (START, WAIT, RUN, RUN_BACKWARD) or written_by(node)):
+            batch, now = [], number
+        if number:
+            by_start[node] = batch
+            batch.append(node)
+    return by_start
 
 
 class _FirstRun(fx.Interpreter):

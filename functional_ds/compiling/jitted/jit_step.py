@@ -18,7 +18,6 @@ from functional_ds.compiling.graphs.graph_passes import regather, schedule
 from functional_ds.compiling.graphs.graph_record import StepGraph
 from functional_ds.compiling.graphs.graph_trace import UntraceableError, trace
 from functional_ds.step.axes import EAGER_FIRST
-from functional_ds.step.over_ranks.mesh_axes import AxisRole
 from functional_ds.step.phase_signatures import Metrics
 from functional_ds.step.state.buffers import BUFFERS, Buffers
 from functional_ds.step.state.state import State, mark_donated, refuse_open
@@ -33,10 +32,6 @@ from .region_compiler import RegionCode, RegionError, check_backend
 
 if TYPE_CHECKING:
     from functional_ds.scaling.machine import Machine
-
-_NOT_TRACED: dict[AxisRole, str] = {
-    AxisRole.STAGES: "runs stages by messages",
-}
 
 
 class JitWarning(UserWarning):
@@ -184,11 +179,6 @@ class JitStep(Step, Compiles):
     def _entry(self, state: State, batch: Any) -> _Traced | None:
         """The entry for this state and batch, agreed on by all ranks; None for a step that is eager first."""
         cache, group = self._cache, self._group()
-        if refused := self._refused:  # on all ranks, for any state
-            if cache.later is None and state.batch is not None:
-                cache.later = _Traced(None, refused)
-                _warn(f"the step runs eagerly: {refused}")
-            return cache.later
         mine = 0 if state.batch is None else self._number(state, batch)
         numbers = (mine,)
         if group is not None:
@@ -203,12 +193,6 @@ class JitStep(Step, Compiles):
                 return None
             cache.entries[numbers] = entry
         return cache.entries[numbers]
-
-    @property
-    def _refused(self) -> str:
-        """Why no state of this step can be traced; empty if that depends on more."""
-        checks = ((self.has(trait), words) for trait, words in _NOT_TRACED.items())
-        return next((f"{name} {words}, which no graph holds" for name, words in checks if name is not None), "")
 
     def _number(self, state: State, batch: Any) -> int:
         """The number of a specialisation on this rank, from 1 on; ``max_graphs + 1`` beyond the limit.
@@ -281,8 +265,6 @@ class JitStep(Step, Compiles):
     def _traced(self, state: State, batch: Any) -> StepGraph:
         if state.batch is None:
             raise UntraceableError("the state has made no step yet, and the first one is eager: ranks agree on orders there")
-        if refused := self._refused:
-            raise UntraceableError(refused)
         if comm.world().world.watch is not None:
             raise UntraceableError("the simulation follows values (variance=True), which graphs do not show it")
         graph = trace(self, state, batch)

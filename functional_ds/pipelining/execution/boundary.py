@@ -1,7 +1,6 @@
 """``Boundary``: structure, shapes and dtypes of what a stage sends to the next, inferred before anything runs."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import attrs
@@ -13,7 +12,9 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.torch_private import FakeTensorMode, disable_torch_function_subclass
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.pipelining.stages.stages import LossInput, OnesReadMode, Stages, mapped, standing_for
+from functional_ds.step.axes import EAGER_FIRST
 from functional_ds.step.pass_scope import Pass
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
@@ -48,7 +49,7 @@ class TensorMeta:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-@attrs.frozen(slots=False)
+@attrs.frozen
 class Boundary:
     """What a stage sends to the next: a tree of tensors without values.
 
@@ -88,12 +89,12 @@ class Boundary:
         """The tensors through which gradients flow."""
         return [tensor for tensor, meta in zip(tensors, self.leaves, strict=True) if meta.grad]
 
-    @cached_property
+    @property
     def onward(self) -> list[Tensor]:
         """Tensors like those that are sent to the next stage."""
         return [meta.like() for meta in self.leaves]
 
-    @cached_property
+    @property
     def back(self) -> list[Tensor]:
         """Tensors like the gradients that come back."""
         return self.differentiable(self.onward)
@@ -170,6 +171,8 @@ class ShapeRun:
         Raises:
             ValueError: a stage does not accept the previous stage's output, or cannot run on shapes.
         """
+        if recorder().traces:
+            raise RuntimeError(f"{EAGER_FIRST}: ranks tell each other the shapes between stages")
         boundaries: list[Boundary] = []
         alone = on_shapes(self.group)
         for index, holder in enumerate(placement):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_ds.base import tree
 from functional_ds.base.torch_private import storage_id
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
 from functional_ds.step.views.view import NeedsWhole, Pulling, View
@@ -61,6 +62,11 @@ class GatheredParams:
     def free(self) -> None:
         """Frees the memory of gathered leaves. The leaves stay the same tensors, and ``gather`` fills them again."""
         if not self._freed:
+            if self._gathered and recorder().traces:
+                raise RuntimeError(
+                    "the pipeline frees params of stages before the step ends (by resident=, or evictions in its schedule), "
+                    "which no graph does"
+                )
             for path, _ in self._gathered.values():
                 self.leaves[path].untyped_storage().resize_(0)
             self._freed = True

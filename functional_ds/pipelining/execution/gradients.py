@@ -13,11 +13,13 @@ from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.batch import micro_rows, split
 from functional_ds.base.weighted import Weighted, weight_dtype
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.pipelining.schedules.action import Action
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.pass_scope import Pass, with_buffers
 from functional_ds.step.phase_signatures import Passed
+from functional_ds.step.phases import Layer, Trait
 from functional_ds.step.state.buffer_scope import BufferScope
 from functional_ds.step.state.buffers import BUFFERS
 from functional_ds.step.state.state import State, without
@@ -77,6 +79,7 @@ def gradients(spec: PipelineSpec, step: Step, state: State, batch: Any, carry: W
         if spec.recorder is not None:
             spec.recorder.begin()
         runner.run(_steps(spec, state))
+        recorder().gathers(None)  # params stay whole for the whole step
         if spec.recorder is not None:
             spec.recorder.end()
         _push_shared(runner, placement)
@@ -152,7 +155,7 @@ def _leaves(
     have other sizes, view it together.
     """
     placement: Placement = state.slots["pipeline"]
-    known = placement.cache.leaves.setdefault(step, {})
+    known = placement.cache.leaves.setdefault(_layers(step), {})
     for name, held in gathered.items():
         if name not in known:
             known[name] = view_metas(step, held.state)
@@ -172,7 +175,7 @@ def _crossing(
 ) -> Crossing:
     """What is sent between the stages; cached by the micro-batch's signature."""
     placement: Placement = state.slots["pipeline"]
-    known, apply = placement.cache.crossing.setdefault(step, {}), spec.stages.apply
+    known, apply = placement.cache.crossing.setdefault(_layers(step), {}), spec.stages.apply
     key = weight is None, apply is None or apply.notice(), signature(micro, trains=records)
     if key not in known:
         if len(known) >= _CAPACITY:
@@ -180,6 +183,11 @@ def _crossing(
         shapes = ShapeRun(step, state, spec.stages, leaves, LossInput(micro, None, weight), records, spec.group)
         known[key] = shapes.crossing(spec.schedule.placement)
     return known[key]
+
+
+def _layers(step: Step) -> tuple[Layer, ...]:
+    """What a step's shapes depend on: a traced step has those of the eager one."""
+    return tuple(layer for layer in step.layers if Trait.MARKS not in layer.traits)
 
 
 def _push_shared(runner: Runner, placement: Placement) -> None:

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_ds import comm
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.pipelining.planning.costs import Costs
 from functional_ds.pipelining.planning.observed import observed
 from functional_ds.pipelining.planning.timeline import Timeline, WaitSpan
@@ -58,6 +59,8 @@ class Recorder:
 
     def begin(self) -> None:
         """Clears the previous step."""
+        if recorder().traces:
+            raise RuntimeError("a pipeline's recorder= notes actions as they run, and a graph runs none")
         self.times.clear()
         self.waits.clear()
         self.saved.clear()

@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_ds import comm
 from functional_ds.base import tree
 from functional_ds.base.weighted import Weighted
+from functional_ds.comm.worlds.current import recorder
 from functional_ds.pipelining.schedules.action import ALL, MESSAGES, Action, Kind
 from functional_ds.pipelining.stages.stages import LossInput, Stages
 from functional_ds.step.state.state import State
@@ -76,7 +77,7 @@ class Mailbox:
         if len(self._sent) == _MOST_BATCHES:
             self._wait_for_oldest()
         self._sent.append([])
-        with self.group.world.batch():
+        with recorder().batch(self.group.world):
             for kind, stage, j in actions:
                 if kind is Kind.SEND_F:
                     self._send(Kind.F, stage, j, to=stage + 1)
