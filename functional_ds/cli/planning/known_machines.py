@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle
 from pathlib import Path
@@ -79,7 +80,7 @@ def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
     machines = (
         [_on_a_rank(device, seconds)]
         if ranks == 1
-        else comm.spawn(_on_a_rank, device, seconds, world_size=ranks, backend=backend)
+        else comm.spawn(_among_others, device, seconds, world_size=ranks, backend=backend)
     )
     name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
     name = name if ranks == 1 else f"{name} ({ranks} ranks at once)"
@@ -87,6 +88,12 @@ def measured_here(ranks: int = 1, *, seconds: float = 0.2) -> Machine:
     rates: dict[str, Any] = {rate: fmean(getattr(machine, rate) for machine in machines) for rate in _RATES}
     rates["factors"] = {factor: fmean(machine.factors[factor] for machine in machines) for factor in FACTORS}
     return attrs.evolve(machines[0], name=name, memory=memory, **rates)
+
+
+def _among_others(device: str, seconds: float) -> Machine:
+    """What this rank sees in a process of its own, where each trains a tiny model by itself, without a warning."""
+    warnings.filterwarnings("ignore", ".*the first step has sent nothing")
+    return _on_a_rank(device, seconds)
 
 
 def _on_a_rank(device: str, seconds: float) -> Machine:
