@@ -83,8 +83,8 @@ class Collectives:
         last = len(groups.levels) - 1
         first = self._first_level(shards, groups, None if last else direct) if first_level is None else first_level
         rest = [self._next_level(level, direct if i == last else None) for i, level in enumerate(groups.levels) if i]
-        lane = groups.levels[-1]
-        gathered = relay(first, *rest, lane=lane.channel("gather"), device=shards[0].device) if rest else first
+        lane = groups.levels[-1].channel("gather")
+        gathered = relay(first, *rest, lane=lane, device=shards[0].device)
         return gathered.then(lambda flats: _written(out, self._decoded(flats, segments, shards)))
 
     def _room(self, segments: Sequence[Segment], shards: Sequence[Tensor]) -> Flats | None:

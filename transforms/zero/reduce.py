@@ -202,9 +202,10 @@ class Reducer:
 
     def _next(self) -> int | None:
         """The unit to reduce next; None if there is none, or it has another place."""
-        if not self.now or self._posted == len(self.order.units):
+        turns = self.order.units if self.now else ()
+        if self._posted >= len(turns):
             return None
-        unit = self.order.units[self._posted]
+        unit = turns[self._posted]
         return unit if not self._placed or self._made >= self.order.after[unit] else None
 
     def _limit_in_flight(self) -> None:
