@@ -137,9 +137,9 @@ BUGS: dict[tuple[Any, ...], list[Bug]] = {
     (experts_are_one_device, 2, 1, 2): [
         Bug(
             "gradients of experts are ep times too large",
-            "transforms.zero.collectives:Collectives.reduce",
-            "comm.Pending.of(flats)",
-            "comm.Pending.of([flat * self.groups.n for flat in flats])",
+            "transforms.zero.reduce:Reducer._start",
+            "summed([*map(collectives.to_comm_dtype, flats)])",
+            "summed([flat * collectives.groups.n for flat in flats])",
         ),
     ],
     (experts_are_one_device, 3, 2, 2): [
