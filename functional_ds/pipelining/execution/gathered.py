@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_ds.base import tree
-from functional_ds.base.torch_private import storage_id
+from functional_ds.base.torch_private import is_fake, storage_id
 from functional_ds.comm.worlds.current import recorder
 from functional_ds.step.state.state import State
 from functional_ds.step.step import Step
@@ -141,4 +141,5 @@ class GatheredParams:
 
 
 def _plain(leaf: Tensor) -> Tensor:
-    return leaf if type(leaf) is Tensor else leaf.view_as(leaf)
+    """A lazy leaf as a view; others stay the leaves by which the view differentiates."""
+    return leaf if type(leaf) is Tensor or is_fake(leaf) else leaf.view_as(leaf)

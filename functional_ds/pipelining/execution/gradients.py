@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import reduce
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
@@ -155,7 +156,7 @@ def _leaves(
     have other sizes, view it together.
     """
     placement: Placement = state.slots["pipeline"]
-    known = placement.cache.leaves.setdefault(_layers(step), {})
+    known = _known(placement.cache.leaves, step)
     for name, held in gathered.items():
         if name not in known:
             known[name] = view_metas(step, held.state)
@@ -175,7 +176,7 @@ def _crossing(
 ) -> Crossing:
     """What is sent between the stages; cached by the micro-batch's signature."""
     placement: Placement = state.slots["pipeline"]
-    known, apply = placement.cache.crossing.setdefault(_layers(step), {}), spec.stages.apply
+    known, apply = _known(placement.cache.crossing, step), spec.stages.apply
     key = weight is None, apply is None or apply.notice(), signature(micro, trains=records)
     if key not in known:
         if len(known) >= _CAPACITY:
@@ -185,9 +186,15 @@ def _crossing(
     return known[key]
 
 
-def _layers(step: Step) -> tuple[Layer, ...]:
-    """What a step's shapes depend on: a traced step has those of the eager one."""
-    return tuple(layer for layer in step.layers if Trait.MARKS not in layer.traits)
+def _known(cache: "WeakKeyDictionary[Step, dict[Any, Any]]", step: Step) -> dict[Any, Any]:
+    """What is known of a step, or of one with the same layers: a traced step has the shapes of the eager one."""
+    if step not in cache:
+        cache[step] = next((known for other, known in cache.items() if _layers(other) == _layers(step)), {})
+    return cache[step]
+
+
+def _layers(step: Step) -> list[Layer]:
+    return [layer for layer in step.layers if Trait.MARKS not in layer.traits]
 
 
 def _push_shared(runner: Runner, placement: Placement) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import optree
@@ -18,7 +19,7 @@ from functional_ds.pipelining.schedules.lower import receives_early
 from functional_ds.pipelining.schedules.schedule import Schedule
 from functional_ds.pipelining.stages.stages import Stages
 from functional_ds.sharding.leaf_map import LeafMap
-from functional_ds.step.phases import Layer
+from functional_ds.step.step import Step
 
 from .boundary import Crossing, TensorMeta
 
@@ -45,14 +46,14 @@ class PipelineCache(tree.Uncompared):
     """Cached facts about a pipeline's stages. It is not compared with a state's structure, and is pickled empty.
 
     Attributes:
-        crossing: what is sent between the stages, by the step's layers and by what else it depends on.
-        leaves: the leaves of each part of the params, without values, by the step's layers and the part's name.
+        crossing: what is sent between the stages, by step and by what else it depends on.
+        leaves: the leaves of each part of the params, without values, by step and the part's name.
         rows: this rank's steps, by schedule and lead.
         given: all ranks' leaves without values, as in the params; recorded on shapes only.
     """
 
-    crossing: dict[tuple[Layer, ...], dict[Any, Crossing]] = attrs.field(factory=dict)
-    leaves: dict[tuple[Layer, ...], dict[str, dict[str, TensorMeta]]] = attrs.field(factory=dict)
+    crossing: "WeakKeyDictionary[Step, dict[Any, Crossing]]" = attrs.field(factory=WeakKeyDictionary)
+    leaves: "WeakKeyDictionary[Step, dict[str, dict[str, TensorMeta]]]" = attrs.field(factory=WeakKeyDictionary)
     rows: dict[tuple[Schedule, int], list[tuple[Action, ...]]] = attrs.field(factory=dict)
     given: dict[str, TensorMeta] = attrs.field(factory=dict)
 
