@@ -176,7 +176,8 @@ def _crossing(
 ) -> Crossing:
     """What is sent between the stages; cached by the micro-batch's signature."""
     placement: Placement = state.slots["pipeline"]
-    known, apply = _known(placement.cache.crossing, step), spec.stages.apply
+    known: dict[Any, Crossing] = _known(placement.cache.crossing, step)
+    apply = spec.stages.apply
     key = weight is None, apply is None or apply.notice(), signature(micro, trains=records)
     if key not in known:
         if len(known) >= _CAPACITY:
